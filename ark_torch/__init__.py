@@ -1,7 +1,7 @@
 """ark_torch: PyTorch's collectives over shared memory, `torch.distributed.init_process_group("ark")`.
 
-Importing this package is not needed (PyTorch finds the backend by its entry points) and does no more than check that
-PyTorch and the extension belong together, and register the backend; the extension is loaded with the first group.
+Programs need not import this package, since PyTorch finds the backend by its entry points. The import only checks that
+PyTorch and the extension fit each other, and registers the backend; the first group loads the extension.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ __all__ = ["Options", "__version__", "explain", "flight_record", "resident"]
 
 
 def flight_record() -> dict[str, Any]:
-    """What this process's groups did last: the flight record, as a dictionary (`ark flight` reads its files)."""
+    """The flight record of this process as a dictionary: what its groups did last (`ark flight` reads the files)."""
     from ark_torch.distributed import flight
 
     return flight.record()
 
 
 def explain(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
-    """What torch.compile(model, backend="ark") makes of this call: regions, what falls back, and why.
+    """Explains what torch.compile(model, backend="ark") makes of this call: regions, fallbacks and their reasons.
 
-    print() it, or `.save("report.html")`; `.regions`, `.fallbacks` and `.graphs` hold the same as data. Inference is
-    explained unless `training=True`, and the model is left as it was. `ark_options={...}` are those of
-    torch.compile(options=...). With `target="sm_90a"` regions are also planned for that GPU, which need not be here.
+    Print the report or save it with `.save("report.html")`; `.regions`, `.fallbacks` and `.graphs` hold the same data.
+    It covers inference unless `training=True`, and leaves the model unchanged. `ark_options={...}` are the options of
+    torch.compile(options=...). `target="sm_90a"` also plans the regions for that GPU, which need not be present.
     """
     from ark_torch.compile.explain import explain as implementation
 
@@ -50,11 +50,11 @@ def resident(
     stop: Callable[..., Any] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Resident:
-    """Many steps of a function of tensors in one launch: `loop = ark_torch.resident(step)`, then
-    `loop(token, position, steps=50)`.
+    """Runs many steps of a function of tensors in one launch: `loop = ark_torch.resident(step)`, then `loop(token,
+    position, steps=50)`.
 
-    `step(*state)` returns as many tensors as it takes, of the same shapes and types: what the next step is given.
-    See ark_torch.compile.resident.Resident for sampling with noise, for `keep` and for `stop`, the early end.
+    `step(*state)` takes and returns the same number of tensors, of the same shapes and dtypes: the next step's input.
+    See ark_torch.compile.resident.Resident for sampling with noise, for `keep`, and for `stop`, which ends early.
     """
     from ark_torch.compile.resident import Resident
 
@@ -62,10 +62,9 @@ def resident(
 
 
 def __getattr__(name: str) -> Any:
-    """`ark_torch.Options`, for init_process_group(pg_options=...), loads the extension when it is asked for.
+    """Loads the extension on the first use of `ark_torch.Options`, the type of init_process_group(pg_options=...).
 
-    So do `ark_torch.memory`, `ark_torch.distributed`, `ark_torch.nn`, `ark_torch.ops` and `ark_torch.train`, which need
-    not be imported by their own names.
+    `ark_torch.memory`, `distributed`, `nn`, `ops` and `train` are also imported on first use.
     """
     if name == "Options":
         from ark_torch._C import Options

@@ -1,7 +1,7 @@
-"""The command `ark`, which is also `python -m ark_torch`: one subcommand a tool, each with a --help of its own.
+"""The command `ark`, also `python -m ark_torch`: one subcommand per tool, each with its own --help.
 
-Neither this module nor what parses a subcommand's arguments imports torch: help is there at once, and `ark doctor` runs
-where PyTorch does not.
+Neither this module nor the subcommands' argument parsers import torch, so that help appears at once and `ark doctor`
+runs where PyTorch does not.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command; returns its exit code (2: it was called wrongly)."""
+    """Runs the command and returns its exit code; 2 means a usage error."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = make_parser()
     if not arguments or arguments[0].startswith("-"):
-        parser.parse_args(arguments)  # ends for --help, --version and what is not known
+        parser.parse_args(arguments)  # exits on --help, --version and unknown options
         parser.print_help(sys.stderr)
         return 2
     name, *rest = arguments

@@ -1,8 +1,8 @@
-"""Registers the backend "ark" with torch.distributed. Imports no torch by itself: PyTorch calls register() at the end
-of its own import, where any exception would break `import torch` for every program of the environment.
+"""Registers the backend "ark" with torch.distributed. It imports no torch itself: PyTorch calls register() at the end
+of its own import, where any exception would break `import torch` for every program in the environment.
 
-So nothing that can go wrong here is raised: it is kept, and told when somebody asks for the backend. And nothing
-changes for programs that use other backends: see _hide_until_named.
+So register() never raises: it keeps the failure and reports it when a program asks for the backend. Programs that use
+other backends see no change; see _hide_until_named.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 _registered = False
 _failures: list[Exception] = []
 _warned = False
-_failures_of_help: list[Exception] = []  # nobody is stopped by them
+_failures_of_help: list[Exception] = []  # errors of an optional extra, never raised
 
 
 def register() -> None:
-    """Entry point of torch.backends: make "ark" known. May be called any number of times; never raises."""
+    """Entry point of torch.backends: makes "ark" known. It may run any number of times and never raises."""
     global _registered
     if _registered:
         return
@@ -26,22 +26,22 @@ def register() -> None:
         import torch.distributed as dist
 
         if dist.is_available() and "ark" not in dist.Backend.backend_list:
-            # A list: a string would be taken letter by letter.
+            # A list: PyTorch would split a string into letters.
             dist.Backend.register_backend("ark", _create, extended_api=True, devices=["cpu", "cuda"])
             _hide_until_named(dist.Backend)
             dist.Backend.ARK_TORCH = _Misnamed()  # type: ignore[attr-defined]
         _name_logs()
         _registered = True
         if _torch_is_importing() and (_problem() or _untested()) is not None:
-            # Told by _create to whoever asks for "ark", and by `import ark_torch`, which must therefore run again.
+            # _create reports the problem, and so does `import ark_torch`, which must therefore run again.
             sys.modules.pop("ark_torch", None)
     except Exception as error:
         _failures.append(error)
 
 
 def register_by_name() -> None:
-    """Entry point of torch.distributed.backends: PyTorch (2.14 on) calls it for a program that names "ark", and then
-    looks into Backend._plugins. ImportError where the backend could not be registered."""
+    """Entry point of torch.distributed.backends. PyTorch 2.14 and later call it for a program that names "ark", and
+    then look into Backend._plugins. Raises ImportError if the backend could not be registered."""
     import torch.distributed as dist
 
     register()
@@ -51,28 +51,28 @@ def register_by_name() -> None:
 
 
 def _name_logs() -> None:
-    """TORCH_LOGS="+ark": PyTorch reads the variable right after its import has called us. A help, so never a failure:
-    without it, Python's logger "ark_torch.compile" is as good."""
+    """Enables TORCH_LOGS="+ark", which PyTorch reads right after its import has called us. This is a convenience and
+    never fails: Python's logger "ark_torch.compile" works without it."""
     try:
         from torch._logging._internal import log_registry, register_log
 
         if "ark" not in log_registry.log_alias_to_log_qnames:
             register_log("ark", "ark_torch.compile")  # not its parent, whose level PyTorch would reset
-    except Exception as error:  # a part of PyTorch that it promises nobody
+    except Exception as error:  # a private part of PyTorch
         _failures_of_help.append(error)
 
 
 def on_import() -> None:
-    """`import ark_torch`: raises when PyTorch and the extension do not belong together, registers otherwise."""
+    """Runs at `import ark_torch`: raises if PyTorch and the extension do not fit each other, else registers."""
     if _torch_is_importing():
         return  # PyTorch imports us to call register()
     if _is_command():
-        return  # its doctor has to run where the check fails; other tools call ready() when they know what to do
+        return  # `ark doctor` must run where the check fails; the other tools call ready() later
     ready()
 
 
 def ready() -> None:
-    """Checks that PyTorch and the extension belong together, and registers. ImportError names the remedy."""
+    """Checks that PyTorch and the extension fit each other, then registers. Its ImportError names the remedy."""
     _check()
     register()
     if _failures:
@@ -80,14 +80,13 @@ def ready() -> None:
 
 
 def program() -> str:
-    """What Python was asked to run: the path of a script, or the name behind -m. A program's main module alone can ask,
-    and what it imports first."""
-    arguments = len(getattr(sys, "argv", ()))  # a program that embeds Python need not have any
+    """The path of the running script, or the name after -m. Valid only in the main module and its first imports."""
+    arguments = len(getattr(sys, "argv", ()))  # a program that embeds Python may have none
     return next(iter(sys.orig_argv[-arguments:]), "") if arguments else ""
 
 
 def _is_command() -> bool:
-    """Whether this process is `ark` or `python -m ark_torch`, whose import of this package comes first of all."""
+    """Whether this process is `ark` or `python -m ark_torch`, which import this package first."""
     return program().rpartition("/")[2] in ("ark", "ark_torch")
 
 
@@ -120,12 +119,12 @@ def _check() -> None:
         raise IncompatibleTorch(why)
     news = _untested()
     if news is not None and not _warned:
-        _warned = True  # before: a program may turn warnings into exceptions
+        _warned = True  # set first: a program may turn warnings into exceptions
         warnings.warn(news, stacklevel=2)
 
 
 def _create(options: Any, backend_options: Any) -> Any:
-    """What PyTorch calls for each new group. Only here is the extension loaded."""
+    """PyTorch calls this for each new group. The extension is loaded only here."""
     _check()
     from ark_torch.distributed.group import create
 
@@ -133,7 +132,7 @@ def _create(options: Any, backend_options: Any) -> Any:
 
 
 class _Name:
-    """Backend.ARK until it is first read: then the plugin is put where PyTorch looks for it."""
+    """Backend.ARK until its first read, which puts the plugin where PyTorch looks for it."""
 
     def __init__(self, plugin: Any) -> None:
         self._plugin = plugin
@@ -144,8 +143,8 @@ class _Name:
 
 
 class _Misnamed:
-    """Backend.ARK_TORCH, for programs that name the backend by its package: PyTorch would say "Unknown backend type"
-    without the right name. Only Backend("ark_torch") reads it; for everybody else there is no such attribute."""
+    """Backend.ARK_TORCH, for programs that name the backend by its package: PyTorch would answer "Unknown backend type"
+    without the right name. Only Backend("ark_torch") sees it; for all other code the attribute does not exist."""
 
     def __get__(self, _: object, backend: Any) -> str:
         if sys._getframe(1).f_code is not backend.__new__.__code__:
@@ -159,8 +158,8 @@ class _Misnamed:
 class _Key(str):
     """The plugin's key "ARK", which also equals "ark".
 
-    To choose a group's default backend PyTorch compares this upper-case key with the lower-case names of a
-    "device:backend" list, so that "cpu:ark" would have none.
+    To choose a group's default backend, PyTorch compares this upper-case key with the lower-case names of a
+    "device:backend" list; without this class "cpu:ark" would have no default backend.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -173,11 +172,11 @@ class _Key(str):
 
 
 def _hide_until_named(backend: Any) -> None:
-    """Keep the plugin out of Backend._plugins until a program names "ark".
+    """Keeps the plugin out of Backend._plugins until a program names "ark".
 
-    While any plugin is registered, PyTorch (2.11 to 2.13) gives a group made as "cpu:gloo" no default backend: its
-    name() turns to "undefined", and what goes through the default backend raises. A program that never says "ark"
-    must not notice that the package is installed. Every path to a group reads Backend.ARK first.
+    While any plugin is registered, PyTorch 2.11 to 2.13 gives a group made as "cpu:gloo" no default backend: its name()
+    becomes "undefined", and calls on the default backend raise. A program that never says "ark" must not notice that
+    the package is installed. Every path to a group reads Backend.ARK first.
     """
     plugin = backend._plugins.pop("ARK", None)
     if plugin is not None:

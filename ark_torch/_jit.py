@@ -1,7 +1,7 @@
-"""Tells C++ what compiles kernels and where things are: kernels, cache, NVRTC, host compiler. C++ reads no environment.
+"""Tells C++ what compiles kernels and where to find kernels, cache, NVRTC and host compiler. C++ reads no environment.
 
-C++ calls `configure()` before a process's first CUDA collective, and the compiler before a region; what is in force
-then counts for the process.
+C++ calls `configure()` before the process's first CUDA collective and before the compiler's first region. The settings
+then in force hold for the whole process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ark_torch._version import __version__
 
 
 def configure(settings: env.Settings | None = None) -> None:
-    """Hands the environment's settings to C++. ValueError for a variable that holds something not allowed."""
+    """Passes the environment's settings to C++. Raises ValueError for a variable with an invalid value."""
     from ark_torch import _C
 
     settings = settings or env.read()
@@ -38,14 +38,15 @@ def configure(settings: env.Settings | None = None) -> None:
 
 
 def prebuilt_folder() -> Path:
-    """Kernels that the wheel brings; there when it was built with ARK_AOT=1 (build_backend/ark_aot.py)."""
+    """The folder of kernels in the wheel; it exists if the wheel was built with ARK_AOT=1
+    (build_backend/ark_aot.py)."""
     return Path(__file__).resolve().parent / "prebuilt"
 
 
 def default_cache() -> str:
-    """ark_torch/kernels in the user's cache folder; empty (compile in memory) for a user without a home."""
+    """ark_torch/kernels in the user's cache folder; "" (compile in memory) for a user without a home."""
     home = os.path.expanduser("~")
-    # The XDG specification: a relative path is to be ignored.
+    # The XDG specification says to ignore a relative path.
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):
         base = os.path.join(home, ".cache")
@@ -53,7 +54,7 @@ def default_cache() -> str:
 
 
 def library_roots() -> list[str]:
-    """The folders in which PyTorch's wheels put NVRTC, PyTorch's own first."""
+    """The folders where PyTorch's wheels put NVRTC, PyTorch's own first."""
     spec = importlib.util.find_spec("torch")
     roots = [str(Path(spec.origin).parent.parent)] if spec is not None and spec.origin else []
     roots += [path for path in sys.path if os.path.isdir(os.path.join(path, "nvidia"))]

@@ -1,9 +1,10 @@
-"""Which PyTorch this package works with, and the one sentence that says so when it does not.
+"""Which PyTorch versions this package supports, and the one sentence that reports an unsupported one.
 
-A minor older than the tested ones is refused; a newer one is taken, with one warning (docs/pytorch-versions.md).
+A minor version older than the tested ones is refused; a newer one is accepted with one warning
+(docs/pytorch-versions.md).
 
-PyTorch's C++ classes change between minor versions, so one binary serves one minor (CPU and CUDA builds alike). The
-build records its PyTorch in _build_info.py; at import the two are compared here, before the extension is loaded: a
+PyTorch's C++ classes change between minor versions, so one binary serves one minor version (CPU and CUDA builds alike).
+The build records its PyTorch in _build_info.py, and the import compares the two before it loads the extension: a
 mismatch would otherwise show as undefined symbols or a crash. Standard library only: setup.py reads this file too.
 """
 
@@ -26,7 +27,7 @@ def minor_of(version: str) -> str:
 
 
 def _order(minor: str) -> tuple[int, ...]:
-    """'2.13' -> (2, 13). What is no number counts as newest: a PyTorch that names itself otherwise is let in."""
+    """'2.13' -> (2, 13). A part that is not a number counts as newest, so that an unusual version is accepted."""
     return tuple(int(part) if part.isdigit() else sys.maxsize for part in minor.split("."))
 
 
@@ -35,10 +36,10 @@ def too_old(torch_version: str) -> bool:
 
 
 def untested(torch_version: str) -> str | None:
-    """The warning for a PyTorch newer than all tested ones; None for any other."""
+    """The warning for a PyTorch newer than all tested versions; None otherwise."""
     if _order(minor_of(torch_version)) <= _order(SUPPORTED_MINORS[-1]):
         return None
-    # By its path: setup.py, which reads this file, can import nothing of the package.
+    # Loaded by path: setup.py reads this file and cannot import the package.
     own = runpy.run_path(str(Path(__file__).with_name("_version.py")))["__version__"]
     return (
         f"PyTorch {torch_version} is not tested with ark_torch {own}, which knows {supported_text()}: if "
@@ -51,7 +52,7 @@ def supported_text() -> str:
 
 
 def rebuild_command() -> str:
-    """The pip command that builds the extension anew from where it was installed, past pip's cache of old wheels."""
+    """The pip command that rebuilds the extension from its original source, bypassing pip's cache of old wheels."""
     source = "ark_torch"
     try:
         text = importlib.metadata.distribution("ark_torch").read_text("direct_url.json")
@@ -60,13 +61,13 @@ def rebuild_command() -> str:
         if url.startswith("file://") and "dir_info" in origin:
             path = urllib.parse.unquote(urllib.parse.urlparse(url).path)
             source = ("-e " if origin["dir_info"].get("editable") else "") + path
-    except Exception:  # no metadata, or unreadable: the plain name is still a usable hint
+    except Exception:  # no readable metadata: the plain name is still a usable hint
         pass
     return f"python -m pip install --no-cache-dir --force-reinstall --no-deps {source}"
 
 
 def no_torch(interpreter: str, why: str = "no module named torch") -> str:
-    """What a build says that finds no PyTorch."""
+    """The build's error message when it finds no PyTorch."""
     return (
         f"ark_torch is built against the PyTorch of its environment, and {interpreter} finds none ({why}): install it "
         f"first (python -m pip install 'torch=={SUPPORTED_MINORS[-1]}.*'); if it is installed (uv, or a machine "
@@ -75,9 +76,9 @@ def no_torch(interpreter: str, why: str = "no module named torch") -> str:
 
 
 def problem(torch_version: str, built_for: str | None) -> str | None:
-    """Why this ark_torch cannot work with that PyTorch, as one sentence with its remedy; None when it can.
+    """Why this ark_torch cannot work with that PyTorch, as one sentence with its remedy; None if it can.
 
-    built_for: version of PyTorch that the extension was built against; None when there is no extension.
+    built_for: the PyTorch version that the extension was built against; None if there is no extension.
     """
     if too_old(torch_version):
         return (
@@ -97,7 +98,7 @@ def problem(torch_version: str, built_for: str | None) -> str | None:
 
 
 def requirers() -> list[str]:
-    """Installed packages that ask for a certain torch, 'torchvision 0.29.1 (torch==2.14.1)': these replace it."""
+    """Installed packages that pin a torch version, 'torchvision 0.29.1 (torch==2.14.1)': they may replace PyTorch."""
     found = set()
     for package in importlib.metadata.distributions():
         name = str(package.metadata["Name"])
@@ -109,9 +110,9 @@ def requirers() -> list[str]:
 
 
 def built_for() -> str | None:
-    """Version of PyTorch that the extension was built against; None when it has not been built."""
+    """The PyTorch version that the extension was built against; None if it has not been built."""
     try:
         from ark_torch._build_info import TORCH_VERSION
-    except Exception:  # missing, or not what the build wrote
+    except Exception:  # missing or malformed
         return None
     return str(TORCH_VERSION)

@@ -1,3 +1,3 @@
-"""The version of the package: setup.py, CMakeLists.txt and ark_torch.__version__ read it here."""
+"""The package's version, read by setup.py, CMakeLists.txt and ark_torch.__version__."""
 
 __version__ = "0.1.0"

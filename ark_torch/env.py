@@ -1,7 +1,7 @@
 """Every environment variable of ark_torch, declared once: name, type, default, allowed values, meaning.
 
-Programs read them through `read()`, which checks all of them at once, so that a misspelt value is told before any byte
-moves; C++ never reads the environment. The table in docs/environment.md is made from here (tools/renew_docs.py).
+Programs read them through `read()`, which checks all of them at once, so that a bad value is reported before any data
+moves. C++ never reads the environment. tools/renew_docs.py generates the table in docs/environment.md from here.
 Standard library only.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 from ark_torch import _suggest
 
 PREFIX = "ARK_"
-# Read when the package is built, by build_backend/ark_aot.py alone.
+# Build-time variables, read only by build_backend/ark_aot.py.
 BUILD = ("ARK_AOT", "ARK_AOT_ARCHS", "ARK_AOT_RANKS")
 
 
@@ -39,7 +39,7 @@ class Variable:
         return self.name.removeprefix(PREFIX).lower()
 
     def allowed(self) -> str:
-        """What may stand in the variable, for messages and the table."""
+        """The allowed values, for messages and the table."""
         if self.kind == "bool":
             return "0 or 1"
         if self.kind == "choice":
@@ -59,7 +59,7 @@ class Variable:
         return "the path of a readable file"
 
     def parse(self, text: str) -> Any:
-        """The value of a non-empty text; ValueError naming the variable and what is allowed."""
+        """Parses a non-empty text. Raises ValueError naming the variable and the allowed values."""
         text = text.strip()
         if self.kind == "bool" and text in ("0", "1"):
             return text == "1"
@@ -94,7 +94,7 @@ class Variable:
 
 
 def _words(text: str) -> list[str]:
-    """As a shell splits them, which is not asked; [] for what it would not take."""
+    """Splits `text` like a shell, without calling one; [] if it cannot be split."""
     try:
         return shlex.split(text)
     except ValueError:
@@ -102,7 +102,7 @@ def _words(text: str) -> list[str]:
 
 
 def _may_be_folder(path: str) -> bool:
-    """True for a folder, and for a path that can become one because nothing else is in the way."""
+    """Whether `path` is a folder or could be created as one."""
     while not os.path.lexists(path):
         path = os.path.dirname(path)
     return os.path.isdir(path)
@@ -390,7 +390,7 @@ VARIABLES = (
 
 @dataclass(frozen=True)
 class Settings:
-    """The values in force, one field a variable (ARK_SPIN_US -> spin_us)."""
+    """The values in force, one field per variable (ARK_SPIN_US -> spin_us)."""
 
     disable: bool
     debug: bool
@@ -430,7 +430,7 @@ class Settings:
 
 
 def read(environ: Mapping[str, str] | None = None) -> Settings:
-    """Reads and checks every variable; an empty one counts as unset. ValueError names the first bad one."""
+    """Reads and checks every variable; an empty one counts as unset. Raises ValueError naming the first bad one."""
     environ = os.environ if environ is None else environ
     values = {}
     for variable in VARIABLES:
@@ -440,8 +440,9 @@ def read(environ: Mapping[str, str] | None = None) -> Settings:
 
 
 def unknown(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Variables that look like ours and are not, each with what may have been meant: a misspelt name does nothing, and
-    should be told. Such are all that start with ARK_ (the tests' own excepted), and ours in other letters."""
+    """Variables that resemble ours but are not, each with a suggestion, since a misspelled name would silently do
+    nothing. These are all that start with ARK_ (except the tests' own), and all that differ from ours only in case or
+    separators."""
     environ = os.environ if environ is None else environ
     ours = [name for name in (*names(), *BUILD) if name.startswith(PREFIX)]
     folded = {name.replace("_", "") for name in ours}
@@ -456,7 +457,7 @@ def unknown(environ: Mapping[str, str] | None = None) -> dict[str, str]:
 
 @functools.cache
 def warn_of_unknown() -> None:
-    """Tells them in the log, once a process."""
+    """Logs them once per process."""
     for name, meant in unknown().items():
         logging.getLogger("ark_torch").warning("%s is set, but is no variable of ark_torch: %s", name, meant)
 
@@ -467,7 +468,7 @@ def names() -> list[str]:
 
 
 def table() -> str:
-    """The variables as the Markdown table that stands in docs/environment.md."""
+    """The Markdown table of variables in docs/environment.md."""
     lines = ["| variable | allowed | default | meaning |", "| --- | --- | --- | --- |"]
     for variable in VARIABLES:
         doc = variable.doc.replace("|", "\\|")

@@ -1,10 +1,11 @@
-"""decode.py --device cuda --ranks 2: a step of a Llama of 1.2 thousand million weights, tensor parallel over GPUs.
+"""decode.py --device cuda --ranks 2: a step of a Llama (1b: 1.2 thousand million weights), tensor parallel over GPUs.
 
 Each rank is a process with a GPU and its share of the model (examples/llama), in bfloat16: two all_reduces a layer and
-an all_gather of the logits. Contenders: ark (all of it one loop kernel, the collectives inside) and eager and Inductor
-over NCCL; "graph": the call captured in a CUDA graph by hand. They take turns, the ranks of one beginning together; a
-time is that of the slowest rank, between CUDA events of neighbouring calls. Errors are the logits' at the measured
-position, relative to the whole model in float64. --seconds bounds it: what does not fit in is left out and named.
+an all_gather of the logits. Contenders: ark (all of it one loop kernel, the collectives inside), what backend="ark"
+chooses by default, and eager and Inductor over NCCL; "graph": the call captured in a CUDA graph by hand. They take
+turns, the ranks of one beginning together; a time is that of the slowest rank, between CUDA events of neighbouring
+calls. Errors are the logits' at the measured position, relative to the whole model in float64. --prompt N measures a
+prefill of N tokens in place of the step. --seconds bounds it: what does not fit in is left out and named.
 
 With --device as-cuda all of it runs on the CPU with a small model, Gloo for NCCL, to see that it works.
 """
@@ -15,6 +16,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import decode_inputs
@@ -31,11 +33,13 @@ from ark_torch.compile.report import Report
 from ark_torch.tools.bench import report
 
 LLAMA_1B = LlamaConfig(hidden=2048, layers=16, heads=32, kv_heads=8, ffn=8192, vocabulary=128256, max_len=1024)
+LLAMA_8B = replace(LLAMA_1B, hidden=4096, layers=32, ffn=14336, head_dim=128)
 SMALL = LlamaConfig(hidden=64, layers=2, heads=8, kv_heads=4, ffn=128, vocabulary=512, max_len=1024, head_dim=8)
 POSITION = 512
 WAYS = {
     "eager": 20.0,
     "ark": 40.0,
+    gpu_models.CHOSEN: 120.0,
     "inductor": 90.0,
     "inductor, max-autotune": 240.0,
 }  # with seconds that each may take
@@ -43,16 +47,22 @@ WAYS = {
 Row = dict[str, Any]
 
 
-def whole_model(small: bool, device: torch.device) -> Llama:
+def whole_model(small: bool, device: torch.device, arguments: argparse.Namespace | None = None) -> Llama:
     """The same weights on every rank."""
     torch.manual_seed(0)
+    config = SMALL if small else LLAMA_8B if arguments is not None and arguments.shape == "8b" else LLAMA_1B
+    if arguments is not None:
+        config = replace(config, layers=arguments.layers or config.layers, max_len=max(1024, arguments.prompt))
     with device:
-        model: Llama = real_sizes.ready(Llama(SMALL if small else LLAMA_1B), torch.bfloat16, 0.02)
+        model: Llama = real_sizes.ready(Llama(config), torch.bfloat16, 0.02)
     return model
 
 
-def inputs_on(device: torch.device) -> tuple[Tensor, Tensor]:
-    return torch.full((1, 1), 7, device=device), torch.tensor([POSITION], device=device)
+def inputs_on(device: torch.device, prompt: int = 0) -> tuple[Tensor, Tensor]:
+    if prompt == 0:
+        return torch.full((1, 1), 7, device=device), torch.tensor([POSITION], device=device)
+    ids = torch.randint(0, SMALL.vocabulary, (1, prompt), generator=torch.Generator().manual_seed(7))
+    return ids.to(device), torch.arange(prompt, device=device)
 
 
 def share(rank: gpu_ranks.Rank, model: Llama, group: Callable[[gpu_ranks.Rank], Any]) -> Llama:
@@ -68,15 +78,18 @@ def of_ark(rank: gpu_ranks.Rank, model: Llama) -> tuple[Llama, Any, Report]:
     return own, *gpu_models.of_ark(own)
 
 
-def prepared(rank: gpu_ranks.Rank, way: str, model: Llama) -> tuple[Llama, Any, Row]:
+def prepared(rank: gpu_ranks.Rank, way: str, model: Llama, inputs: tuple[Tensor, Tensor]) -> tuple[Llama, Any, Row]:
     """The way's own share of the model, its call, and what is known of it after the first one."""
     if way == "ark":
         own, call, told = of_ark(rank, model)
+    elif way == gpu_models.CHOSEN:
+        own = share(rank, model, gpu_ranks.ark_group)
+        call = torch.compile(own, backend="ark", dynamic=False)
     else:
         own = share(rank, model, gpu_ranks.rival_group)
         call = own if way == "eager" else torch.compile(own, dynamic=False, mode=gpu_models.MODES.get(way))
     begin = time.perf_counter()
-    call(*inputs_on(rank.device))
+    call(*inputs)
     gpu_models.finish(rank.device)
     row: Row = {"contender": way, "first_call_seconds": max(rank.share(time.perf_counter() - begin))}
     return own, call, row | (gpu_models.made_of(told) if way == "ark" else {})
@@ -95,11 +108,12 @@ def in_turns(rank: gpu_ranks.Rank, steps: dict[str, Any], turns: int) -> dict[st
 
 @torch.no_grad()
 def body(rank: gpu_ranks.Rank, arguments: argparse.Namespace) -> None:
-    model = whole_model(rank.device.type == "cpu", rank.device)
-    config, inputs = model.config, inputs_on(rank.device)
+    model = whole_model(rank.device.type == "cpu", rank.device, arguments)
+    config, inputs = model.config, inputs_on(rank.device, arguments.prompt)
+    filled = 0 if arguments.prompt else POSITION
 
     def run(call: Any, own: Any) -> list[Tensor]:
-        decode_inputs.fill(own, config, POSITION)
+        decode_inputs.fill(own, config, filled)
         return [call(*inputs)]
 
     wanted = exactness.exact(model, lambda double, _: run(double, double))
@@ -109,13 +123,13 @@ def body(rank: gpu_ranks.Rank, arguments: argparse.Namespace) -> None:
         if not rank.time_for(WAYS[way] + 10):
             rank.warn(f"left out: {way} on {rank.ranks} ranks: the time is over (--seconds)")
             continue
-        own, call, row = prepared(rank, way, model)
+        own, call, row = prepared(rank, way, model, inputs)
         row["error"] = max(rank.share(exactness.error(run(call, own), wanted)))
 
         def step(call: Any = call) -> Any:
             return call(*inputs)
 
-        if way in ("eager", "ark") or rank.device.type == "cpu":
+        if way in ("eager", "ark", gpu_models.CHOSEN) or rank.device.type == "cpu":
             steps[way], rows[way] = step, row
         if rank.device.type == "cuda":
             captured = f"{way}, graph"

@@ -47,6 +47,7 @@ Row = dict[str, Any]
 WAYS = ("eager", "ark", "inductor", "inductor, max-autotune", 'inductor, mode="max-autotune"')
 MODES = {WAYS[3]: "max-autotune-no-cudagraphs", WAYS[4]: "max-autotune"}
 OWN_GRAPHS = WAYS[4]
+CHOSEN = "ark, default"  # what backend="ark" chooses by itself; of several ranks
 TYPES = ("float32", "float16", "bfloat16")
 CALLS = 12  # of each contender in a turn; the first two do not count
 
@@ -55,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda", "as-cuda"), default="cpu", help="cuda: real sizes, one GPU")
     parser.add_argument("--only", nargs="+", choices=real_sizes.MODELS, default=[], help="on a GPU: of the models")
     parser.add_argument("--types", nargs="+", choices=TYPES, default=[], help="on a GPU: of the models' types")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="on a GPU: what is compared")
+    parser.add_argument(
+        "--ways", nargs="+", choices=(*WAYS, CHOSEN), default=list(WAYS), help="on a GPU: what is compared"
+    )
     parser.add_argument("--turns", type=int, default=20, help="on a GPU: of each contender")
     parser.add_argument(
         "--seconds", type=float, default=1200, help="on a GPU: after so many nothing is begun, nor compiled further"

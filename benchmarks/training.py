@@ -5,6 +5,7 @@
 Sequence 384, batch 4 (GPT-2 XL) or 10 (BERT-Large) a GPU, bfloat16 autocast, float32 gradients, fused AdamW, blocks
 compiled by Inductor (plain modules; Hugging Face's as they are). Modes:
   captured  ark_torch.train.capture over each group (captured_NAME), beside DDP over NCCL as it is used today; memory
+  captured_fsdp2  the same of a model in fully_shard, beside FSDP2 over NCCL
   graph   the whole step in one CUDA graph; gradients in flat buckets of 50 MB, each all-reduced on a stream of high
           priority when its last gradient is there
   eager   the same without the graph
@@ -24,9 +25,13 @@ time by contender (--ark NAME:VARIABLE=VALUE adds some: the SM engine, the copy 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import on_gpus
 from gpu_ranks import Rank
@@ -37,8 +42,13 @@ from training_report import HEADING, draw, tell
 from training_subject import FREE, Subject, make_groups
 from training_wrapped import fake_group, run_wrapped
 
-MODES = ("captured", "graph", "eager", "ddp", "fsdp2")
-RUNS = {"captured": run_captured, "ddp": run_wrapped, "fsdp2": run_wrapped}  # others: run_bucketed
+MODES = ("captured", "captured_fsdp2", "graph", "eager", "ddp", "fsdp2")
+RUNS = {
+    "captured": run_captured,
+    "captured_fsdp2": run_captured,
+    "ddp": run_wrapped,
+    "fsdp2": run_wrapped,
+}  # others: run_bucketed
 
 
 def measure(rank: Rank, arguments: argparse.Namespace) -> None:
@@ -77,18 +87,33 @@ def main() -> int:
     parser.add_argument("--bits", type=int, nargs="+", default=[], help="ddp, fsdp2: bits of gradients")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="plain modules without Inductor")
     parser.add_argument("--no-bandwidth", dest="bandwidth", action="store_false", help="time no single all-reduce")
+    parser.add_argument("--busy", action="store_true", help="every core of this process has other work, too")
     parser.add_argument("--plot", action="store_true", help="measure nothing: draw the pictures of --output")
     arguments = parser.parse_args()
     picture = arguments.output.with_suffix(".png")
     if arguments.plot:
         why = draw(json.loads(arguments.output.read_text(encoding="utf-8")), picture)
         return why_not(why)
-    about, rows, problem = on_gpus.measure(measure, arguments)
+    with other_work(arguments.busy):
+        about, rows, problem = on_gpus.measure(measure, arguments)
     why_not(draw(about | {"rows": rows}, picture))
     unlike = sorted({row["contender"] for row in rows if not row.get("ranks_alike", True)})
     if unlike:
         print(f"# RANKS DIFFER: {', '.join(unlike)}", file=sys.stderr)
     return 1 if problem or unlike or not rows else 0
+
+
+@contextlib.contextmanager
+def other_work(wanted: bool) -> Iterator[None]:
+    """A process that counts, for each core that this one may use."""
+    cores = len(os.sched_getaffinity(0)) if wanted else 0
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(cores)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
 
 
 def why_not(why: str) -> int:

@@ -1,13 +1,14 @@
-"""Mode `captured` of benchmarks/training.py: ark_torch.train.capture over each group, beside DDP as it is used today.
+"""Modes `captured` and `captured_fsdp2` of benchmarks/training.py: ark_torch.train.capture over each group.
 
-The rival is DistributedDataParallel over NCCL (on CPUs Gloo), eagerly. `captured_NAME` is the captured step of the same
-module over group NAME; `free` the captured step of each rank alone, so without communication. One contender at a time
-holds memory, and all take turns in each round.
+The rival is DistributedDataParallel, or FSDP2, over NCCL (on CPUs Gloo), eagerly, as it is used today. `captured_NAME`
+is the captured step of the same module over group NAME; `free` the captured step of each rank alone, so without
+communication. One contender at a time holds memory, and all take turns in each round.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,14 +17,17 @@ import torch.distributed as dist
 from gpu_ranks import Row
 from torch import nn
 from training_subject import FREE, Groups, Subject, same_gradients, timed
-from training_wrapped import ddp_step, gradient_sum
+from training_wrapped import ddp_step, fsdp2_step, gradient_sum, shard
 
 from ark_torch.train import CapturedStep, capture
 
 
-def captured_step(subject: Subject, model: nn.Module, group: Any, bucket_mb: float) -> CapturedStep:
+def captured_step(subject: Subject, model: nn.Module, group: Any, bucket_mb: float, sharded: bool) -> CapturedStep:
+    if sharded:
+        shard(subject, model, group)
+
     def loss(module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-        with subject.autocast():
+        with contextlib.nullcontext() if sharded else subject.autocast():  # FSDP2 has its policy
             value: torch.Tensor = module(tokens)
         return value
 
@@ -33,10 +37,11 @@ def captured_step(subject: Subject, model: nn.Module, group: Any, bucket_mb: flo
 def run_captured(subject: Subject, groups: Groups, mode: str, arguments: argparse.Namespace) -> list[Row]:
     rank = subject.rank
     rival = next(name for name in groups if name in ("nccl", "gloo"))
-    alone = [dist.new_group([member]) for member in range(rank.ranks)][rank.rank]
+    alone = [dist.new_group([member], backend="ark") for member in range(rank.ranks)][rank.rank]
     contenders = {rival: groups[rival]}
     contenders |= {f"captured_{name}": group for name, group in groups.items() if name != FREE}
     contenders[FREE] = alone
+    sharded = mode == "captured_fsdp2"
     model = subject.model()
     taken: dict[str, list[float]] = {name: [] for name in contenders}
     peaks: dict[str, float] = {}
@@ -49,10 +54,14 @@ def run_captured(subject: Subject, groups: Groups, mode: str, arguments: argpars
                 torch.cuda.reset_peak_memory_stats()
             captured = None
             step: Callable[[], Any]
-            if name == rival:
+            if sharded and taken[FREE] + taken[rival]:  # fully_shard changes a model for good
+                model = subject.model()
+            if name == rival and sharded:
+                step = fsdp2_step(subject, model, group, None)
+            elif name == rival:
                 step = ddp_step(subject, model, subject.optimizer(model), group, name, None)
             else:
-                captured = captured_step(subject, model, group, arguments.bucket_mb)
+                captured = captured_step(subject, model, group, arguments.bucket_mb, sharded)
                 step = lambda captured=captured: captured(subject.tokens)  # noqa: E731
             for _ in range(5):  # the warm-up, the capture, a replay
                 step()

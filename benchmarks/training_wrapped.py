@@ -48,7 +48,7 @@ def ddp_step(
     return step
 
 
-def fsdp2_step(subject: Subject, model: nn.Module, group: Any, bits: int | None) -> Callable[[], Any]:
+def shard(subject: Subject, model: nn.Module, group: Any) -> None:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -57,6 +57,10 @@ def fsdp2_step(subject: Subject, model: nn.Module, group: Any, bits: int | None)
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def fsdp2_step(subject: Subject, model: nn.Module, group: Any, bits: int | None) -> Callable[[], Any]:
+    shard(subject, model, group)
     if bits is not None:
         compression.fsdp(model, compression.State(bits=bits))
     optimizer = subject.optimizer(model)

@@ -1,6 +1,6 @@
-// ark_torch._C; with bindings_plan.cpp the only files that know Python.
+// ark_torch._C. Only this file and bindings_plan.cpp use Python.
 //
-// Binds the process group and its options, the flight record, and what tools and tests ask of the library.
+// Binds the process group and its options, the flight record, and functions for tools and tests.
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -34,9 +34,9 @@ namespace {
 template <class T>
 using Shared = c10::intrusive_ptr<T>;
 
-// A rule as Python sees it: (collective, algorithm, when, max_ranks, max_bytes, chunk_bytes).
+// A rule in Python: (collective, algorithm, when, max_ranks, max_bytes, chunk_bytes).
 using RuleTuple = std::tuple<std::string, std::string, std::string, uint32_t, uint64_t, uint32_t>;
-constexpr const char* kNets[] = {"auto", "rdma", "gloo"};  // by rdma::Wish
+constexpr const char* kNets[] = {"auto", "rdma", "gloo"};  // indexed by rdma::Wish
 constexpr const char* kWhen[] = {"core_per_rank", "oversubscribed", "both"};
 
 template <class Enum>
@@ -70,7 +70,7 @@ std::vector<RuleTuple> from_rules(const std::vector<ark::Rule>& rules) {
   return tuples;
 }
 
-// A rule for CUDA tensors as Python sees it: (max_ranks, {field: bytes}); fields left out are the measured ones.
+// A rule for CUDA tensors in Python: (max_ranks, {field: bytes}). Missing fields keep their measured values.
 using CudaRuleTuple = std::pair<int, std::map<std::string, uint64_t>>;
 
 std::vector<ark::CudaRule> to_cuda_rules(const std::vector<CudaRuleTuple>& tuples) {
@@ -99,7 +99,7 @@ std::vector<CudaRuleTuple> from_cuda_rules(const std::vector<ark::CudaRule>& rul
   return tuples;
 }
 
-// What users set, as they would set it; of tables the number of their rules.
+// Shows the options that users set, as they would write them; for tables only the number of rules.
 py::str repr_of(const py::object& options) {
   const py::object mode = options.attr("shared_memory").attr("name");
   py::list shown;
@@ -118,7 +118,7 @@ Shared<Options> copy_of(const Options& options) {
   return c10::make_intrusive<Options>(options);
 }
 
-// Options of RDMA, and what `ark doctor` asks.
+// Options of RDMA, and functions for `ark doctor`.
 void bind_rdma(py::module_& m) {
   namespace rdma = ark::rdma;
   py::class_<rdma::Options>(m, "RdmaOptions")
@@ -135,7 +135,7 @@ void bind_rdma(py::module_& m) {
       .def_readwrite("retry_count", &rdma::Options::retry_count)
       .def_readwrite("rnr_retry", &rdma::Options::rnr_retry)
       .def_readwrite("cache_mb", &rdma::Options::cache_mb);
-  // What would be used, why nothing, and every port with its trouble; empty texts where there is none.
+  // The device that would be used, why there is none, and every port with its problem; unused texts are empty.
   m.def("_rdma_devices", [](const rdma::Options& wanted) {
     py::gil_scoped_release no_gil;
     std::vector<std::pair<std::string, std::string>> ports;
@@ -156,7 +156,7 @@ void bind_rdma(py::module_& m) {
   m.def("_rdma_retry_budget", &rdma::retry_budget);
 }
 
-// The compilers of kernels; ark_torch/_jit.py calls these.
+// The kernel compilers; ark_torch/_jit.py calls these.
 void bind_jit(py::module_& m) {
   using ark::jit::Settings;
   py::class_<Settings>(m, "_JitSettings")
@@ -295,7 +295,7 @@ void bind_windows([[maybe_unused]] py::module_& m) {
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "ark_torch's C++ library. Use it through torch.distributed and ark_torch, not directly.";
-  // The base classes are bound by torch.
+  // torch binds the base classes.
   py::module_::import("torch.distributed");
 
   bind_rdma(m);
@@ -388,7 +388,7 @@ PYBIND11_MODULE(_C, m) {
       .def("_deregister_memory", &ProcessGroupArk::deregister_memory, py::call_guard<py::gil_scoped_release>())
       .def("_register_pool", &ProcessGroupArk::register_pool, py::call_guard<py::gil_scoped_release>())
       .def("_deregister_pool", &ProcessGroupArk::deregister_pool, py::call_guard<py::gil_scoped_release>())
-      // As ProcessGroupNCCL offers them; what knows pools is Python.
+      // The same methods as ProcessGroupNCCL. They call Python, which owns the memory pools.
       .def_property_readonly("mem_allocator",
                              [](const ProcessGroupArk&) -> py::object {
                                return py::module_::import("ark_torch.memory").attr("allocator")();
@@ -414,7 +414,7 @@ PYBIND11_MODULE(_C, m) {
           "options",
           [](ProcessGroupArk& self) { return c10::static_intrusive_pointer_cast<Options>(self.getBackendOptions()); })
       .def("get_error", &ProcessGroupArk::getError, py::call_guard<py::gil_scoped_release>())
-      // Ranks outside a new group call this on the parent (where a device is bound): nothing to do.
+      // Ranks outside of a new group call this on the parent if a device is bound. There is nothing to do.
       .def(
           "perform_nocolor_split", [](ProcessGroupArk&, const py::object&) {}, py::arg("device") = py::none())
       .def("__repr__",

@@ -1,4 +1,4 @@
-// ark_torch._C.plan: what the front end of torch.compile asks of the planner (ark_torch/compile).
+// ark_torch._C.plan: the planner's functions for the front end of torch.compile (ark_torch/compile).
 #include "bindings_plan.hpp"
 
 #include <torch/csrc/Exceptions.h>
@@ -27,7 +27,7 @@ namespace py = pybind11;
 
 namespace {
 
-// A class of ark_torch.errors with this message; the caller does not hold the GIL.
+// Throws a class of ark_torch.errors with this message. The caller must not hold the GIL.
 [[noreturn]] void throw_own(const char* name, const ark::Error& error) {
   const py::gil_scoped_acquire gil;
   const py::object type = py::module_::import("ark_torch.errors").attr(name);
@@ -35,7 +35,7 @@ namespace {
   throw py::error_already_set();
 }
 
-// As with_torch_errors, but for kinds that have a class in ark_torch.errors.
+// Like with_torch_errors, but with the classes of ark_torch.errors for kinds that have one.
 template <class F>
 auto with_region_errors(F&& body) {
   try {
@@ -46,13 +46,13 @@ auto with_region_errors(F&& body) {
       case ark::ErrorKind::compile_failed: throw_own("CompileError", error);
       default: ark::throw_torch(error);
     }
-    std::abort();  // all of them throw
+    std::abort();  // unreachable: all of them throw
   }
 }
 
 using namespace ark::compiler;
 
-// The graph with what it takes and gives.
+// A graph with its arguments and results.
 struct GraphBuilder {
   Graph graph;
   std::vector<int> arguments, results;
@@ -119,8 +119,8 @@ int add_node(GraphBuilder& self, const std::string& op, std::vector<int> inputs,
   return ark::with_torch_errors([&] { return self.graph.add_node(node); });
 }
 
-// As py::gil_scoped_release, for what may still run when the interpreter ends: a thread that asks for the GIL then is
-// ended by Python in the middle of C++ code, which ends the process; here it sleeps until the process is gone.
+// Like py::gil_scoped_release, but safe while the interpreter finalises: then Python would end a thread that asks for
+// the GIL in the middle of C++ code, and so the process. Here the thread sleeps until the process is gone.
 class ReleasedAtTheEndToo {
  public:
   ReleasedAtTheEndToo() : state_(PyEval_SaveThread()) {}
@@ -135,7 +135,7 @@ class ReleasedAtTheEndToo {
   PyThreadState* state_;
 };
 
-// What the machine's caches were measured to gain, by names of CacheCosts; the rest as it is.
+// Overwrites the costs with the machine's measured cache gains, by names of CacheCosts.
 CacheCosts with_cache_costs(CacheCosts costs, const py::dict& measured) {
   costs.kept_bytes = take(measured, "kept_bytes", costs.kept_bytes);
   costs.plain_where_near = take(measured, "plain_where_near", costs.plain_where_near);
@@ -163,7 +163,7 @@ std::unique_ptr<ark::compiler::Region> make_region(const GraphBuilder& builder, 
   });
 }
 
-// Ctrl-C reaches a launch of many steps: Python's handlers run between two tasks, several times a second.
+// Lets Ctrl-C interrupt a launch of many steps: Python's handlers run between tasks, several times a second.
 uint64_t run_steps(ark::compiler::Region& region, const std::vector<at::Tensor>& inputs, uint64_t most) {
   std::exception_ptr raised;
   const auto interrupted = [&] {
@@ -181,7 +181,7 @@ uint64_t run_steps(ark::compiler::Region& region, const std::vector<at::Tensor>&
   }
 }
 
-// The tensors of a tuple of nothing else, which holds them for as long: no count of references is touched.
+// Borrows the tensors of a tuple without reference counting. The tuple holds only tensors and must outlive this object.
 class Borrowed {
  public:
   using Traits = c10::MaybeOwnedTraits<at::Tensor>;
@@ -202,10 +202,10 @@ class Borrowed {
   std::vector<at::Tensor> tensors_;
 };
 
-// A call without pybind11, whose handling of many arguments takes longer than the check of what they are. `self` is a
-// tuple of the Region's object, which it keeps, its address, and what is called where arguments overlap that the region
-// writes, or one is of a class derived from Tensor: it may have no memory of its own (AsyncCollectiveTensor, which must
-// be waited for).
+// Calls a region without pybind11, whose argument handling takes longer than the checks. `self` is a tuple of the
+// Region's object (kept alive), its address and a fallback. The fallback runs if arguments that the region writes
+// overlap, or if one is of a subclass of Tensor, which may have no memory of its own (AsyncCollectiveTensor must be
+// waited for).
 PyObject* call_region(PyObject* self, PyObject* arguments) {
   HANDLE_TH_ERRORS
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(arguments); ++i)

@@ -1,7 +1,7 @@
-"""torch.compile(model, backend="ark"): the entry point that torch._dynamo lists as "ark".
+"""The entry point of torch.compile(model, backend="ark"), which torch._dynamo lists as "ark".
 
-Nothing here imports torch._inductor or torch._dynamo before a graph arrives: this module is read by name, by tools and
-by torch._dynamo.list_backends(), in programs that never compile anything.
+Nothing here imports torch._inductor or torch._dynamo before a graph arrives: tools and torch._dynamo.list_backends()
+load this module in programs that never compile anything.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def ark(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Compiles one graph of torch._dynamo. ark_torch.compile.options says what `mode` and `options` may hold."""
+    """Compiles one graph of torch._dynamo. ark_torch.compile.options defines the contents of `mode` and `options`."""
     from ark_torch.compile import backend
     from ark_torch.compile import options as table
 
@@ -27,7 +27,8 @@ def ark(
 
 
 def __getattr__(name: str) -> Any:
-    """torch.compile(backend="ark_torch") loads that name, an entry point of its own, and is told the right one."""
+    """torch.compile(backend="ark_torch") loads this name as an entry point of its own; the error names the right
+    one."""
     if name == "ark_torch":
         from ark_torch.errors import InvalidOption
 

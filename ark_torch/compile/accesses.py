@@ -1,4 +1,4 @@
-"""What caches do with each load and store of a plan (csrc/compiler/passes/cache_policy.hpp), for reports."""
+"""The cache policy of each load and store of a plan (csrc/compiler/passes/cache_policy.hpp), for reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "bo
 @dataclass(frozen=True)
 class Access:
     """What one stage reads or writes of a value. `operand`: weight, state, table, stream, packets or activation.
-    `until_read`: bytes that the step touches until it is read again; None: never."""
+    `until_read`: bytes that the step touches before the value is read again; None: never."""
 
     stage: int
     operator: str
@@ -25,7 +25,7 @@ class Access:
 
 
 def accesses_of(plan: dict[str, Any]) -> list[Access]:
-    """All of a plan's (its JSON, parsed), in the order of stages."""
+    """All accesses of a plan (its parsed JSON), in stage order."""
     found = []
     for stage in plan["stages"]:
         for one in stage["accesses"]:
@@ -52,7 +52,7 @@ def accesses_of(plan: dict[str, Any]) -> list[Access]:
 
 
 def line(plan: dict[str, Any]) -> str:
-    """One line: how many accesses of each kind have which policy."""
+    """One line: the number of accesses of each kind per policy."""
     alike: Counter[tuple[str, str, bool]] = Counter()
     size: Counter[tuple[str, str, bool]] = Counter()
     for one in accesses_of(plan):
@@ -70,7 +70,7 @@ def line(plan: dict[str, Any]) -> str:
 
 
 def rows(plan: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Accesses that are alike in one row: operator, operand, read or write, policy, times, MB, MB until read again."""
+    """Equal accesses in one row: operator, operand, read or write, policy, count, MB, MB until read again."""
     alike: dict[tuple[str, str, str, str], list[Access]] = {}
     for one in accesses_of(plan):
         key = (one.operator, one.operand, "write" if one.write else "read", one.cache)

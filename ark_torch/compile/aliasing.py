@@ -1,8 +1,8 @@
-"""Calls whose arguments share memory that the graph writes, where those it was compiled for did not.
+"""Calls whose arguments share memory that the graph writes, although those of its compilation did not.
 
-AOTAutograd's graph is functional: it computes first and writes last, so what is read of one argument is not what was
-written through another. Dynamo's own graph does all in the program's order. It runs such a call, eagerly. (Dynamo
-guards how arguments overlap only where some did when it compiled: PyTorch issue 139789.)
+AOTAutograd's graph is functional: it computes first and writes last, so a read of one argument does not see a write
+through another. Dynamo's own graph keeps the program's order, so it runs such calls, eagerly. (Dynamo guards the
+overlap of arguments only if some overlapped at compilation: PyTorch issue 139789.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def written(ways: Sequence[Way], example_inputs: Sequence[Any]) -> list[int]:
     """Positions of the tensors that the graph writes."""
     try:
         places = ways[0].written() if len(ways) == 1 else []
-    except AttributeError as error:  # the record is AOTAutograd's own affair, and another version's may differ
+    except AttributeError as error:  # AOTAutograd's record is private and may differ in other versions
         log.debug("every argument counts as written: %s", error)
         places = list(range(ways[0].arguments))
     return [i for i in places if isinstance(example_inputs[i], torch.Tensor)]
@@ -36,7 +36,8 @@ def around(
     example_inputs: Sequence[Any],
     fallback: bool,
 ) -> Callable[..., Any]:
-    """`captured`, and `program` for calls whose arguments overlap; UnsupportedGraph instead without `fallback`."""
+    """Returns `captured`, with `program` for calls whose arguments overlap; without `fallback` these raise
+    UnsupportedGraph."""
     tensors = [i for i, one in enumerate(example_inputs) if isinstance(one, torch.Tensor)]
     places = [tensors.index(i) for i in written]
     if not places or len(tensors) < 2:

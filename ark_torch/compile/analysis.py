@@ -1,9 +1,9 @@
-"""What the nodes of a functional ATen graph are to us: views, constants, roots, and the order that mutation asks for.
+"""Classifies the nodes of a functional ATen graph: views, constants, roots, and the order that mutation requires.
 
-The *root* of a tensor is the node whose storage it lies on: a placeholder, a lifted constant, or the operator that made
-the storage. Views share their base's root, and an operator that writes in place returns its argument's. Views and
-constants are *free*: they cost nothing, belong to no region, and are made anew wherever they are needed. So are
-operators that decode weights of products which read the codes themselves (low_bits.py).
+The *root* of a tensor is the node whose storage it uses: a placeholder, a lifted constant, or the operator that made
+the storage. Views share their base's root, and an in-place operator returns its argument's. Views and constants are
+*free*: they cost nothing, belong to no region, and are recreated wherever they are needed. So are operators that decode
+weights of products that read the codes themselves (low_bits.py).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
 aten = torch.ops.aten
-DECODES = "ark_decodes"  # in a node's meta: it decodes the weights of such products
+DECODES = "ark_decodes"  # key in a node's meta: the node decodes such weights
 
-# ATen says of _unsafe_view that its result is new, yet it never is.
+# ATen declares the result of _unsafe_view as new memory, but it never is.
 _UNSAFE_VIEWS = frozenset({aten._unsafe_view.default})
 _CONSTANTS = frozenset(
     {
@@ -35,7 +35,7 @@ _CONSTANTS = frozenset(
         aten.new_zeros.default,
         aten.new_ones.default,
         aten.new_full.default,
-        # Memory that nobody has written may hold anything, zeros too.
+        # Uninitialized memory may hold anything, so zeros are valid.
         aten.empty.memory_format,
         aten.empty_strided.default,
         aten.empty_permuted.default,
@@ -48,7 +48,7 @@ _CONSTANTS = frozenset(
 
 @functools.cache
 def is_view_operator(target: Any) -> bool:
-    """Its first argument comes back under other sizes and strides, and nothing is written."""
+    """Whether the operator returns its first argument with other sizes and strides and writes nothing."""
     if target in _UNSAFE_VIEWS:
         return True
     if not isinstance(target, torch._ops.OpOverload):
@@ -85,8 +85,8 @@ def is_constant(node: Node) -> bool:
 
 
 def held_number(node: Node) -> torch.Tensor | None:
-    """A copy of a number that the graph holds: what becomes of Python's own in x[0] = 1.5. It lies on the CPU even
-    where all else is on a GPU."""
+    """A copy of a number that the graph holds, as Dynamo makes of Python's own in x[0] = 1.5. It is on the CPU even if
+    everything else is on a GPU."""
     if node.target is not aten.lift_fresh_copy.default or _node(node.args[0]).op != "get_attr":
         return None
     value: Any = node.graph.owning_module
@@ -97,7 +97,7 @@ def held_number(node: Node) -> torch.Tensor | None:
 
 
 def is_source(node: Node) -> bool:
-    """What the graph is given: an argument, or a tensor that it holds."""
+    """Whether the node is given to the graph: an argument, or a tensor that it holds."""
     return node.op in ("placeholder", "get_attr")
 
 
@@ -112,7 +112,7 @@ def _node(argument: Any) -> Node:
 
 
 def base_of(node: Node) -> Node | None:
-    """What a view views, or what an operator wrote in place and returns; None for a storage of its own."""
+    """The base of a view, or what an operator wrote in place and returns; None for a node with its own storage."""
     if is_getitem(node):
         source = _node(node.args[0])
         return base_of(source) if is_view(source) else None
@@ -131,7 +131,7 @@ def root_of(node: Node) -> Node:
 
 
 def producer_of(root: Node) -> Node:
-    """The node that computes a root: for one of several results, the operator that has them."""
+    """The node that computes a root; for one of several results, the operator that returns them."""
     while is_getitem(root):
         root = _node(root.args[0])
     return root
@@ -147,7 +147,8 @@ def tensor_of(node: Node) -> torch.Tensor | None:
 
 
 def has_order_of_its_own(node: Node) -> bool:
-    """Random numbers, collectives and other effects: they stay in program order among themselves."""
+    """Whether the node must stay in program order with others of its kind: random numbers, collectives and other
+    effects."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return node.op == "call_function" and node.target is not operator.getitem
     if node.target.namespace in ("_c10d_functional", "c10d_functional", "_dtensor", "ark"):
@@ -158,7 +159,7 @@ def has_order_of_its_own(node: Node) -> bool:
 
 
 def waits(needed: Iterable[Node]) -> dict[Node, Node]:
-    """Of each node that waits for a collective: the collective."""
+    """Maps each node that waits for a collective to that collective."""
     return {
         node: started
         for node in needed
@@ -168,7 +169,7 @@ def waits(needed: Iterable[Node]) -> dict[Node, Node]:
 
 
 def dependencies(graph_module: GraphModule) -> dict[Node, set[Node]]:
-    """Of each node that computes: the computing nodes that must come before it."""
+    """Maps each computing node to the computing nodes that must precede it."""
     needed: dict[Node, set[Node]] = {}
     last_write: dict[Node, Node] = {}
     reads: dict[Node, set[Node]] = {}  # since the last write
@@ -200,7 +201,7 @@ def dependencies(graph_module: GraphModule) -> dict[Node, set[Node]]:
 
 
 def origin_of(node: Node) -> str:
-    """Where a node comes from, for people: "layers.0.attn (model.py:31)"."""
+    """A node's origin for messages: "layers.0.attn (model.py:31)"."""
     module = module_of(node)
     file, line = source_of(node)
     place = f"{file.rsplit('/', 1)[-1]}:{line}" if file else ""
@@ -208,8 +209,8 @@ def origin_of(node: Node) -> str:
 
 
 def module_of(node: Node) -> str:
-    """The innermost module as the model's owner would write it: "layers.0.attn"; behind the variable that holds the
-    model where a function calls it: "model.layers.0.attn". "" for none, and in the model's own forward."""
+    """The innermost module as the model's owner names it: "layers.0.attn", or with the model's variable if a function
+    calls it: "model.layers.0.attn". Returns "" if there is none, and in the model's own forward."""
     module = ""
     for name, _ in (node.meta.get("nn_module_stack") or {}).values():
         module = name

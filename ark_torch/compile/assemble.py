@@ -1,7 +1,7 @@
-"""Puts the pieces of a graph together into one function of a list, with as little as possible in a call.
+"""Joins the pieces of a graph into one function of a list, with minimal overhead per call.
 
-A call's tensors lie in one list of slots: the graph's arguments, then tensors that the graph holds, then the pieces'
-results. Each piece takes its slots and fills its own. What the graph returns are slots, views of slots, or constants.
+A call's tensors are in one list of slots: the graph's arguments, then tensors that the graph holds, then the pieces'
+results. Each piece reads its slots and fills its own. The graph returns slots, views of slots, or constants.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _viewer(slot: int, view: Strided) -> Callable[[list[Any]], Any]:
 
 
 def _replayer(slot: int, chain: list[Node]) -> Callable[[list[Any]], Any]:
-    """Runs views again, from the base on."""
+    """Replays a chain of views from its base."""
     calls = [(node.target, node.args[1:], node.kwargs) for node in chain]
 
     def replay(env: list[Any]) -> Any:
@@ -60,7 +60,7 @@ def _maker(node: Node) -> Callable[[list[Any]], Any]:
     held = analysis.held_number(node)
     if held is not None:
         return lambda env: held.clone()
-    if any(isinstance(argument, Node) for argument in node.args):  # full_like: of what, does not matter
+    if any(isinstance(argument, Node) for argument in node.args):  # as full_like: its argument's contents do not matter
         value = node.meta["val"]
         name = str(target)
         fill: Any = node.args[-1] if "full" in name else 1 if "ones" in name else 0
@@ -70,7 +70,7 @@ def _maker(node: Node) -> Callable[[list[Any]], Any]:
 
 
 def _chain(node: Node) -> list[Node]:
-    """The views between a node and its root, the first one first."""
+    """The views between a node and its root, first one first."""
     chain: list[Node] = []
     while (base := analysis.base_of(node)) is not None:
         if analysis.is_getitem(node):
@@ -86,7 +86,7 @@ def _chain(node: Node) -> list[Node]:
 def assemble(
     graph_module: GraphModule, steps: Sequence[Step], views: dict[Node, Strided], outputs: Sequence[Any]
 ) -> Boxed:
-    """`views`: results that ark's regions have as views of another result; `outputs`: what the graph returns."""
+    """`views`: results of ark's regions that are views of another result; `outputs`: what the graph returns."""
     slots: dict[Node, int] = {}
     constants: list[Any] = []
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]

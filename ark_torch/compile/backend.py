@@ -1,10 +1,10 @@
-"""From a graph of torch._dynamo to a function: who runs it.
+"""Decides who runs a graph of torch._dynamo, and returns the function that does.
 
-Graphs that train go to Inductor whole: loop kernels for backward passes are not written. So do graphs with symbolic
-sizes, and graphs of which ark runs nothing. Of the others (options.choose) the fastest of three is taken: ark's regions
-with Inductor for the rest, Inductor alone, which is what torch.compile does without ark, and eager PyTorch. What was
-chosen before is taken at once. Otherwise Inductor serves, and serving.py decides while the program runs, or the first
-call does (options.wait).
+Training graphs go to Inductor whole, since there are no loop kernels for backward passes. So do graphs with symbolic
+sizes, and graphs without a part that ark can run. For the others the fastest of three is used (options.choose): ark's
+regions with Inductor for the rest, Inductor alone, as torch.compile without ark, and eager PyTorch. A known choice
+applies at once. Otherwise Inductor serves while serving.py decides in the background, or the first call decides
+(options.wait).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ AHEAD = (
     "ark cannot save compiled regions to a file yet, as compiling ahead of time (aot_compile) needs: pass "
     'options={"choose": "inductor"} to torch.compile(backend="ark"), which hands the graph to Inductor whole.'
 )
-# Generated code reads memory as it is, Inductor's too.
+# Generated code, including Inductor's, reads memory without resolving lazy views.
 LAZY = "an argument is negated or conjugated lazily, as a view: resolve_neg() and resolve_conj() make it a plain tensor"
 
 
@@ -41,8 +41,8 @@ def compile_graph(
     report: Report | None = None,
     launcher: Launcher | None = None,
 ) -> Callable[..., Any]:
-    """What torch._dynamo calls for each of its graphs. With a `launcher` all of it must be one region, which is made to
-    run many steps a launch: NotOneRegion otherwise."""
+    """Called by torch._dynamo for each graph. With a `launcher` the whole graph must be one region, built to run many
+    steps per launch; otherwise raises NotOneRegion."""
     graph_report = GraphReport(target=report.target if report is not None else "")
     if report is not None:
         report.graphs.append(graph_report)
@@ -81,7 +81,7 @@ def compile_graph(
                 f'options={{"fallback": False}}, and the graph cannot run on ark: {reason}.'
             ) from None
         log.info("%s: the whole graph runs on Inductor: %s", title, reason)
-    except BaseException:  # Dynamo will try again, or the user hears of it: no graph was compiled
+    except BaseException:  # Dynamo retries, or the user sees the error: no graph was compiled
         if report is not None:
             report.graphs.remove(graph_report)
         raise
@@ -97,8 +97,8 @@ def _complete(captured: Captured, title: str) -> Callable[..., Any]:
 def _fastest(
     graph_module: GraphModule, example_inputs: Sequence[Any], options: Options, report: GraphReport, explained: bool
 ) -> Callable[..., Any]:
-    """Whoever was the fastest of the three before; or what decides it. `explained`: ark's regions are wanted even where
-    another runs the graph."""
+    """Returns the fastest of the three if known, or a function that finds it. `explained`: compile ark's regions even
+    if another contestant runs the graph."""
     title = title_of(graph_module)
     if not capture.exchanges(graph_module):
         capture.check_static(graph_module, "example_value")
@@ -115,15 +115,15 @@ def _fastest(
     if known is not None:
         tell(known)
     names = known.names if known is not None and not explained else set(NAMES)
-    # Ranks whose results went into each other's decisions must not differ in their last bits: they measure before the
-    # first result, and the first one to have done so decides.
+    # Ranks whose results went into each other's decisions must not differ in their last bits. So they measure before
+    # the first result, and the first rank to finish decides.
     waits = options.wait or not options.fallback or known is not None or _ranks() > 1
     if waits and "ark" in names:
         costs.prepare()
     captured = None
     if "ark" in names or not options.fallback:
         captured = Captured(graph_module, example_inputs, options, report)
-        if captured.has_collectives:  # ranks would have to measure together, and one may compile again alone
+        if captured.has_collectives:  # ranks would have to measure together, but one may recompile alone
             report.choice = None
             return _complete(captured, title)
     contestants: dict[str, Callable[..., Any]] = {}
@@ -154,7 +154,8 @@ def _ranks() -> int:
 
 
 def _ahead_of_time() -> bool:
-    """Whether what is compiled is to be saved: how Dynamo's aot_compile sets AOTAutograd for the time of the call."""
+    """Whether the result will be saved: Dynamo's aot_compile sets AOTAutograd's configuration like this during the
+    call."""
     from torch._functorch import config
 
     return all(getattr(config, name, False) for name in ("bundled_autograd_cache", "bypass_autograd_cache_key"))

@@ -1,9 +1,8 @@
-"""One thread that compiles regions while the program runs: what C++ does, with the compiler as a child process.
+"""A thread that compiles regions while the program runs: the C++ part, with the compiler as a child process.
 
-Nothing of torch._dynamo, AOTAutograd or Inductor runs here: their tracing sets flags that the whole process sees.
-A job lives as long as somebody wants its result: one that nobody holds is not begun. At exit the compiler's process is
-ended and the thread waited for, for a bounded time. A forked child has no such thread; its jobs begin anew when asked
-for.
+Nothing of torch._dynamo, AOTAutograd or Inductor runs here, since their tracing sets process-wide flags. A job lives as
+long as its result is wanted; a job without references is not started. At exit the compiler's process is ended and the
+thread joined, within a time limit. A forked child has no such thread; its jobs restart on demand.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _EXIT_S = 20.0
 
 
 class Job:
-    """`work` is called with a function that says whether to give up. `state`: "new", "waiting", "done" or "failed"."""
+    """Calls `work` with a function that says whether to give up. `state`: "new", "waiting", "done" or "failed"."""
 
     def __init__(self, work: Callable[[Callable[[], bool]], None], title: str) -> None:
         self._work, self._title = work, title
@@ -44,7 +43,7 @@ class Job:
 
 
 class _Jobs:
-    """The thread and what waits for it. It ends when nothing does."""
+    """The thread and its queue. The thread ends when the queue is empty."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -77,7 +76,7 @@ class _Jobs:
             del job
 
     def stop(self) -> None:
-        """At the program's end."""
+        """Called at exit."""
         from ark_torch import _C
 
         with self._lock:
@@ -96,7 +95,7 @@ _jobs = _Jobs()
 
 
 def active() -> bool:
-    """Whether something is being compiled, which takes cores from who is timed meanwhile."""
+    """Whether something is being compiled, which takes cores from calls being timed."""
     return _jobs.active()
 
 
@@ -108,7 +107,7 @@ def _forked() -> None:
 
 
 def _stop() -> None:
-    _jobs.stop()  # of this process, should it be a forked one
+    _jobs.stop()  # of this process, which may be a forked one
 
 
 atexit.register(_stop)

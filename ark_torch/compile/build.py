@@ -1,8 +1,9 @@
-"""The pieces of one captured graph, compiled and put together: ark's become regions of the plan compiler, the others
-Inductor's.
+"""Compiles the pieces of one captured graph and joins them: ark's as regions of the plan compiler, the others with
+Inductor.
 
-In three steps, since only the second may be done by another thread: lower() while torch._dynamo compiles, then
-compile_regions(), which is C++ and takes the longest, then assemble(), which has Inductor compile its pieces."""
+There are three steps, since only the second may run on another thread: lower() while torch._dynamo compiles, then
+compile_regions(), which is C++ and takes longest, then assemble(), in which Inductor compiles its pieces.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +28,15 @@ from ark_torch.errors import CompileError
 
 
 class NotOneRegion(Exception):
-    """A graph that was to be one region is not; the text says why."""
+    """A graph that was required to be one region is not; the message says why."""
 
 
-# What calls a region whose steps are multi_step: with the region and its inputs, instead of the region itself.
+# Calls a region whose steps are multi_step, given the region and its inputs.
 Launcher = Callable[[Any, list[Any]], Sequence[Any]]
 
 
 def static_inputs(graph_module: GraphModule) -> list[Node]:
-    """Placeholders of parameters and buffers."""
+    """The placeholders of parameters and buffers."""
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
     context = torch._guards.TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
@@ -44,7 +45,7 @@ def static_inputs(graph_module: GraphModule) -> list[Node]:
 
 
 class Builder:
-    """Compiles the pieces of one graph and puts them together."""
+    """Compiles the pieces of one graph and joins them."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class Builder:
         output = next(node for node in graph_module.graph.nodes if node.op == "output")
         self._outputs: list[Any] = list(output.args[0])
         self._views: dict[Node, Strided] = {}
-        self._lowered: dict[int, Lowering] = {}  # by piece, as the two that follow
+        self._lowered: dict[int, Lowering] = {}  # by piece, as the next two
         self._regions: dict[int, Any] = {}
         self._failed: dict[int, str] = {}
         self._steps: list[Step] = []
@@ -74,7 +75,7 @@ class Builder:
 
     @property
     def groups(self) -> bool:
-        """Whether a region has collectives."""
+        """Whether any region has collectives."""
         return any(one.graph.groups for one in self._lowered.values())
 
     def lower(self) -> None:
@@ -113,7 +114,7 @@ class Builder:
             log.warning("%s, piece %d falls back to Inductor: %s", self._title, number, self._failed[number])
 
     def to_assemble(self) -> int:
-        """How many pieces assemble_next() has to be called for."""
+        """The number of calls of assemble_next() still needed."""
         return len(self._pieces) - len(self._steps)
 
     def assemble_next(self) -> None:
@@ -136,7 +137,7 @@ class Builder:
         return assemble(self._module, self._steps, self._views, self._outputs)
 
     def _why_rest(self, piece: regions.Piece) -> str:
-        """Why a piece is not ark's; which operator fell back for what stands among the graph's fallbacks."""
+        """Why a piece is not ark's. The graph's fallbacks list says which operator fell back and why."""
         few = sum(node in self._given for node in piece.nodes)
         back = len(piece.nodes) - few
         parts = [f"{back} that ark does not run"] if back else []
@@ -186,7 +187,7 @@ class Builder:
         return Step(run, lowering.inputs, lowering.outputs)
 
     def _otherwise(self, lowering: Lowering, number: int) -> inductor_fallback.Boxed | None:
-        """Runs calls whose group turns out not to be carried by ark on a GPU: node by node."""
+        """Runs calls whose group turns out not to be carried by ark on a GPU, node by node."""
         if self._device.type == "cpu" or not lowering.graph.groups:
             return None
         piece, results = self._pieces[number], self._results(number)
@@ -205,7 +206,7 @@ class Builder:
         return run
 
     def _view_of(self, root: Node, node: Node) -> Strided:
-        """Where an output lies within the result that it is a view of."""
+        """The position of an output within the result that it is a view of."""
         alone = Lowering(device=self._device)
         with unset_fake_temporarily():
             alone.operand(root)
@@ -222,8 +223,9 @@ def make_region(
     multi_step: bool = False,
     cache: str = "auto",
 ) -> Any:
-    """The C++ side: plans, validates, compiles (or takes from the cache) and loads. `otherwise` runs calls whose group
-    ark does not carry; `multi_step` makes a region that runs many steps a launch; `cache` is the option."""
+    """Makes a region in C++: plans, validates, compiles (or takes from the cache) and loads. `otherwise` runs calls
+    whose group ark does not carry; `multi_step` makes a region that runs many steps per launch; `cache` is the
+    option."""
     from ark_torch import _C, _jit
     from ark_torch.compile import trace
 
@@ -254,7 +256,7 @@ def make_region(
 
 
 def plan_for(lowering: Lowering, target: str, cache: str = "auto") -> tuple[str, str]:
-    """The region's plan for another target, to be looked at: JSON and drawing."""
+    """The region's plan for another target, for inspection: JSON and a drawing."""
     from ark_torch import _C
 
     graph = _C.plan.Graph()

@@ -1,7 +1,7 @@
-"""What ark makes of one graph: captured and lowered while torch._dynamo compiles, compiled and put together later.
+"""ark's version of one graph: captured and lowered while torch._dynamo compiles, compiled and assembled later.
 
-AOTAutograd (inference, Inductor's decompositions) makes the ATen graph; its updates of inputs become writes in place
-again before regions are cut. build.py compiles the pieces.
+AOTAutograd (for inference, with Inductor's decompositions) makes the ATen graph. Its functional updates of inputs
+become in-place writes again before the graph is cut into regions. build.py compiles the pieces.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ TRAINS = (
     "it was traced with gradients on, and ark compiles inference only; if this model is not trained, call it under "
     "torch.no_grad() or torch.inference_mode() and ark's kernels run it"
 )
-# Nothing guards that they lie that way the next time, in Inductor's graphs as little as here.
-MERGED = "arguments overlap, and one of them is written"  # AOTAutograd has made one of several
+# No guard ensures this layout for later calls, neither here nor in Inductor's graphs.
+MERGED = "arguments overlap, and one of them is written"  # AOTAutograd merged them into one argument
 SKIPS = 'options={"nan": "exact"}, and ark\'s attention passes over what its mask leaves out'
 
 
 class WholeGraph(Exception):
-    """The graph goes to Inductor as it came; the text says why."""
+    """The graph goes to Inductor unchanged; the message says why."""
 
 
 class Captured:
-    """A graph of which ark runs regions. compile_regions() may be called by any thread; the others by one that
-    torch._dynamo may compile on: assemble_next() while to_assemble() is not 0, then finish()."""
+    """A graph with regions that ark runs. Any thread may call compile_regions(); the others need a thread on which
+    torch._dynamo may compile: assemble_next() until to_assemble() is 0, then finish()."""
 
     def __init__(
         self,
@@ -65,7 +65,8 @@ class Captured:
         report: GraphReport,
         launcher: Launcher | None = None,
     ) -> None:
-        """Captures and lowers. Raises Eager and WholeGraph for what is not ark's; what `options` forbid."""
+        """Captures and lowers the graph. Raises Eager or WholeGraph if it is not for ark, and errors that `options`
+        asks for."""
         from torch._dynamo.backends.common import aot_autograd
         from torch._dynamo.exc import RestartAnalysis
 
@@ -101,10 +102,10 @@ class Captured:
             CompileError,
             NotOneRegion,
             RestartAnalysis,
-        ):  # the last: Dynamo's own way of trying again
+        ):  # the last is Dynamo's own way of retrying
             raise
         except Exception as error:
-            # What stops AOTAutograd stops Inductor too, and what it then raises is what users know.
+            # An error in AOTAutograd stops Inductor too; users get the error that Inductor raises, which they may know.
             log.debug("capture failed", exc_info=True)
             raise WholeGraph(f"it could not be captured ({inductor_fallback.first_line(error)})") from error
         self._is_open = fast_call.is_open(way, example_inputs)
@@ -126,7 +127,7 @@ class Captured:
             self._made.assemble_next()
 
     def finish(self) -> Callable[..., Any]:
-        """The function of the graph's arguments."""
+        """The function that takes the graph's arguments."""
         with self.our_mistakes():
             self._assembled = self._made.assemble()
         self._builder = None
@@ -148,7 +149,7 @@ class Captured:
 
     @contextlib.contextmanager
     def our_mistakes(self, stopped: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """A mistake of ours, or what the compiler said with fallback=False."""
+        """Handles defects of ark, and compiler errors with fallback=False."""
         try:
             yield
         except (WholeGraph, Eager, UnsupportedGraph, NotOneRegion):
@@ -175,12 +176,12 @@ def say_once(text: str) -> None:
 
 
 def exchanges(graph_module: GraphModule) -> bool:
-    """Whether a graph of torch._dynamo has an all-to-all: sizes that it reads from tensors may be a mixture's."""
+    """Whether a graph of torch._dynamo has an all-to-all. A mixture of experts reads its sizes from tensors."""
     return any("all_to_all" in str(node.target) for node in graph_module.graph.nodes)
 
 
 def check_static(graph_module: GraphModule, kept_as: str = "val") -> None:
-    """Raises WholeGraph where a size is symbolic. `kept_as`: under which name nodes have what they give."""
+    """Raises WholeGraph if a size is symbolic. `kept_as`: the meta key of nodes' values."""
     for node in graph_module.graph.nodes:
         value = node.meta.get(kept_as)
         symbolic = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) or (
@@ -197,7 +198,7 @@ def check_static(graph_module: GraphModule, kept_as: str = "val") -> None:
 
 
 def device_of(nodes: Iterable[Node]) -> torch.device:
-    """Where the graph's regions run: the GPU that has most of its results, if one can run them, or else the CPU."""
+    """The device of the graph's regions: the GPU that has most results, if it can run them, else the CPU."""
     devices: Counter[torch.device] = Counter()
     for node in nodes:
         value = node.meta.get("val")
@@ -221,9 +222,9 @@ def _runs_loop_kernels(device: int) -> bool:
 
 
 def cut(graph_module: GraphModule, options: Options, report: GraphReport, launcher: Launcher | None = None) -> Builder:
-    """A functional ATen graph in pieces, and what compiles them."""
+    """Cuts a functional ATen graph into pieces, and returns their builder."""
     if options.fallback and launcher is None:
-        # What is left of these in a graph may be static where the graph was not: counts of routed rows are symbols.
+        # What remains of these in a graph may be static even if the graph was not: counts of routed rows are symbols.
         report.products = experts.fuse(graph_module.graph)
         check_static(graph_module)
         report.products += [*products.fuse(graph_module.graph), *embeddings.fuse(graph_module.graph)]
@@ -240,7 +241,8 @@ def cut(graph_module: GraphModule, options: Options, report: GraphReport, launch
     if device.type == "cpu" and dense.rewrite(graph_module):
         needed = analysis.dependencies(graph_module)
     mutated = {root for node in needed for root in analysis.written_roots(node)}
-    with unset_fake_temporarily():  # views are worked out on meta tensors, which need no fake mode and are dear in one
+    # views are computed on meta tensors, which need no fake mode and would be slow in one
+    with unset_fake_temporarily():
         reasons = {node: reason for node in needed if (reason := reason_against(node, mutated, device)) is not None}
         if options.nan == "exact":
             reasons.update((node, SKIPS) for node in needed if skips_positions(node))

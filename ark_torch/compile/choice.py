@@ -1,10 +1,9 @@
 """Who runs a graph: measured once, remembered, and the same from then on.
 
-Results of the contestants differ in their last bits, so the choice must not follow the noise of the clock from run to
-run: what was measured is kept in the cache folder, one small file a graph, under everything that could change the
-answer. Files appear whole, the first one stays, readable by their owner alone; one that does not parse counts as
-absent. A choice made on a busy machine is kept for the processes that run at that time, which so agree; one that
-starts later makes it again.
+Contestants' results differ in their last bits, so the choice must not follow the clock's noise from run to run. It is
+kept in the cache folder, one small file per graph, keyed by everything that could change the answer. Files appear
+atomically, the first one stays, and only their owner can read them; one that does not parse is ignored. A choice made
+on a busy machine applies to processes that run at that time, so that they agree; later ones choose again.
 """
 
 from __future__ import annotations
@@ -37,10 +36,9 @@ _LOCK_S = 1.0
 
 @dataclass(frozen=True)
 class Choice:
-    """`runs_on` is "ark", "inductor" or "eager"; `us` has the microseconds of a call by each that was measured. `busy`:
-    other programs took part of the machine meanwhile, or the times varied too much to be sure. On a GPU `replays_on`
-    runs what a CUDA graph captures, and `replay_us` are those of a replay; "": not measured, it is as without a graph.
-    """
+    """`runs_on` is "ark", "inductor" or "eager"; `us` has each measured contestant's microseconds per call. `busy`:
+    other programs used part of the machine meanwhile, or the times varied too much. On a GPU `replays_on` runs what a
+    CUDA graph captures, and `replay_us` are times of a replay; "": not measured, same as without a graph."""
 
     runs_on: str
     us: Mapping[str, float] = field(default_factory=dict)
@@ -50,7 +48,7 @@ class Choice:
 
     @property
     def names(self) -> set[str]:
-        """Who is needed."""
+        """The contestants that are needed."""
         return {self.runs_on, self.replays_on or self.runs_on}
 
     def __str__(self) -> str:
@@ -65,7 +63,7 @@ def _told(times: Mapping[str, float]) -> str:
 
 
 def text_of(graph_module: GraphModule, example_inputs: Sequence[Any]) -> str:
-    """A graph of torch._dynamo as text that is the same in every process: its code, and what its arguments are."""
+    """A graph of torch._dynamo as text that is the same in every process: its code and its arguments' properties."""
     graphs = [one for _, one in graph_module.named_modules() if isinstance(one, GraphModule)]
     given = [
         f"{x.dtype} {list(x.shape)} {list(x.stride())} {x.device} {type(x).__name__}"
@@ -78,7 +76,7 @@ def text_of(graph_module: GraphModule, example_inputs: Sequence[Any]) -> str:
 
 
 def key(graph_text: str, threads: int, device: torch.device | None = None) -> str:
-    """A hash of the graph's work, the threads it gets, the machine and the versions of what compiles it."""
+    """A hash of the graph's work, its number of threads, the machine, and the versions of what compiles it."""
     machine = torch.cuda.get_device_name(device) if device is not None and device.type == "cuda" else _machine()
     parts = [f"format {FORMAT}", graph_text, f"threads {threads}", machine, __version__, torch.__version__]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
@@ -99,7 +97,7 @@ def folder() -> Path | None:
 
 
 def recall(name: str) -> Choice | None:
-    """What was chosen before, or None."""
+    """The earlier choice, or None."""
     where = folder()
     if where is None:
         return None
@@ -123,8 +121,8 @@ def recall(name: str) -> Choice | None:
 
 
 def remember(name: str, choice: Choice) -> Choice:
-    """What holds from now on: what another process has written meanwhile, or `choice`. Ranks that compute the same
-    beside each other must do so to the bit, so the first one decides. Without a cache folder each is on its own."""
+    """Returns the choice that holds from now on: the one that another process has written meanwhile, or `choice`. Ranks
+    that compute the same must do so to the bit, so the first one decides. Without a cache folder each decides alone."""
     where = folder()
     if where is None:
         return choice
@@ -132,7 +130,7 @@ def remember(name: str, choice: Choice) -> Choice:
     data = {"format": FORMAT, "machine": _machine(), "torch": torch.__version__, "ark": __version__, **kept}
     try:
         where.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # mkstemp makes the file readable by its owner alone.
+        # mkstemp makes the file readable by its owner only.
         handle, temporary = tempfile.mkstemp(prefix=f".{name[:16]}", dir=where)
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -151,7 +149,8 @@ def remember(name: str, choice: Choice) -> Choice:
 
 @contextlib.contextmanager
 def _locked(where: Path) -> Iterator[None]:
-    """One process at a time; who has waited for long goes on, since a process that was stopped may hold the lock."""
+    """Admits one process at a time. After a long wait it continues anyway, since a stopped process may hold the
+    lock."""
     handle = os.open(where / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         deadline = time.monotonic() + _LOCK_S

@@ -1,10 +1,10 @@
-"""What is known of routed choices in a graph: how many go where, which are sorted, and which slots they fill.
+"""What is known of the routed choices in a graph: how many go where, which are sorted, and which slots they fill.
 
-A router's numbers of experts, flat, are *choices*. `Choices` answers questions about nodes that are made of them, and
-says None where nothing is certain. Counts are followed as sets of cells: `(SENT, e)` is how many of this rank's choices
-name expert e, `(GOT, r, l)` how many rank r sends to this rank's expert l. A count is the sum of a set of cells, and
-what is known of a tensor of counts is a tensor that numbers such sets: views and selections run on it as they are;
-sums, running sums and exchanges unite sets. So it does not matter how they are written.
+A router's expert numbers, flattened, are *choices*. `Choices` answers questions about nodes derived from them, with
+None if nothing is certain. Counts are tracked as sets of cells: `(SENT, e)` is the number of this rank's choices that
+name expert e, `(GOT, r, l)` the number that rank r sends to this rank's expert l. A count is the sum of a set of cells,
+and a tensor of counts is represented by a tensor of such sets' numbers: views and selections run on it unchanged; sums,
+running sums and exchanges unite sets. So any way of writing them is recognized.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _prims = torch.ops.prims
 CASTS = (_prims.convert_element_type.default, aten._to_copy.default, _prims.device_put.default)
 _SAME = (*VIEWS, aten.clone.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default,
          aten.squeeze.dims)  # fmt: skip
-_WHOLE = (torch.int32, torch.int64, torch.float32, torch.float64)  # hold any number of an expert
+_WHOLE = (torch.int32, torch.int64, torch.float32, torch.float64)  # types that hold any expert's number
 
 
 def argument(node: Any, index: int, name: str, default: Any = None) -> Any:
@@ -40,7 +40,7 @@ def is_called(node: Any, *targets: Any) -> bool:
 
 
 def plain(node: Any) -> Any:
-    """Behind what keeps all elements in their order: views, copies, casts that lose no whole number."""
+    """The node before operators that keep all elements in order: views, copies, casts that lose no integer."""
     while True:
         if is_called(node, *_SAME) or (is_called(node, *CASTS) and node.meta["val"].dtype in _WHOLE):
             node = node.args[0]
@@ -51,7 +51,8 @@ def plain(node: Any) -> Any:
 
 
 def copied(node: Any) -> Any:
-    """What a copy into an empty tensor copies: torch.distributed's functions that write, made functional."""
+    """The source of a copy into an empty tensor, as torch.distributed's in-place functions look when made
+    functional."""
     if not is_called(node, aten.copy.default):
         return None
     into, other = node.args[:2]
@@ -61,7 +62,7 @@ def copied(node: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values of a graph are made by the same operators of the same values."""
+    """Whether two values of a graph are computed by the same operators from the same values."""
     if one is other or (not isinstance(one, Node) and not isinstance(other, Node) and one == other):
         return True
     if isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
@@ -77,11 +78,11 @@ def same(one: Any, other: Any) -> bool:
 
 
 class Choices:
-    """Of a group of `world` ranks, of which this is `rank`."""
+    """The choices of rank `rank` in a group of `world` ranks."""
 
     def __init__(self, world: int, rank: int, group_name: str, experts: int = 0, flat: Any = None) -> None:
         self.world, self.rank, self.group_name = world, rank, group_name
-        self.experts, self.flat = experts, flat  # flat: what the choices are, behind views and casts
+        self.experts, self.flat = experts, flat  # flat: the choices, before views and casts
         self.sizes: dict[Node, Cells] = {}  # of rows
         self._counts: dict[Node, Tensor | None] = {}
         self._sets: list[Cells] = []
@@ -95,13 +96,13 @@ class Choices:
         return self.flat is not None and plain(node) is self.flat
 
     def names(self, node: Any) -> bool:
-        """Whether it is the choices, in any order."""
+        """Whether the node is the choices, in any order."""
         return self.is_choices(node) or self.sorted_choices(node)
 
-    # Counts.
+    # ---- Counts
 
     def counts(self, node: Any) -> Tensor | None:
-        """Numbers of sets of cells, or None."""
+        """The numbers of sets of cells, or None."""
         if not isinstance(node, Node):
             return None
         if node not in self._counts:
@@ -111,7 +112,7 @@ class Choices:
         return self._counts[node]
 
     def cells(self, known: Tensor | None) -> Any:
-        """The sets, in a list."""
+        """The sets as a list."""
         with unset_fake_temporarily():
             return None if known is None else [self._sets[i] for i in known.reshape(-1).tolist()]
 
@@ -179,7 +180,7 @@ class Choices:
         return self._numbered([_union(self.cells(row)) for row in moved], node.meta["val"].shape)
 
     def _is_base(self, node: Any) -> bool:
-        """Whether it counts the choices of each expert."""
+        """Whether the node counts the choices of each expert."""
         value = tensor_of(node)
         if self.flat is None or value is None or value.dim() != 1:
             return False
@@ -201,7 +202,7 @@ class Choices:
         return False
 
     def is_hot(self, node: Any, names: Any = None) -> bool:
-        """Whether it is [..., experts], whole numbers, 1 where a choice names that expert."""
+        """Whether the node is [..., experts], integers, 1 where a choice names that expert."""
         if not is_called(node, *CASTS) or node.meta["val"].dtype not in _WHOLE:
             return False
         compared = node.args[0]
@@ -213,7 +214,7 @@ class Choices:
         return counts_up and value is not None and value.shape[-1] == 1 and (names or self.is_choices)(one)
 
     def _exchanged(self, started: Any) -> Tensor | None:
-        """Of counts that all ranks send each other: every rank's experts are named in the same order."""
+        """Counts that all ranks send each other. Every rank names its experts in the same order."""
         sent, received, sends, name = started.args
         known = self.counts(sent)
         if known is None or name != self.group_name or known.dim() == 0 or known.shape[0] % self.world != 0:
@@ -235,7 +236,7 @@ class Choices:
         return self._numbered(got, known.shape)
 
     def size(self, value: Any) -> Cells | None:
-        """Of which cells a number is the sum."""
+        """The cells whose sum a number is."""
         if not isinstance(value, Node):
             return None
         if value in self.sizes:
@@ -255,30 +256,30 @@ class Choices:
         return None
 
     def all_of(self, kind: str, at: int) -> Cells:
-        """The cells of rank `at` (sent to it, got from it)."""
+        """The cells of rank `at` (sent to it, received from it)."""
         if kind == SENT:
             return frozenset((SENT, at * self.local + one) for one in range(self.local))
         return frozenset((GOT, at, one) for one in range(self.local))
 
     def are_splits(self, sizes: Any, kind: str) -> bool:
-        """Whether they are the counts of each rank's rows."""
+        """Whether the sizes are the counts of each rank's rows."""
         if len(sizes) != self.world:
             return False
-        nothing = kind == SENT and self.flat.meta["val"].numel() == 0  # sizes are known, and no nodes, then
+        nothing = kind == SENT and self.flat.meta["val"].numel() == 0  # sizes are known then, so they are not nodes
         return all(
             self.size(one) == self.all_of(kind, r) or (nothing and one == 0 and not isinstance(one, Node))
             for r, one in enumerate(sizes)
         )
 
-    # Orders.
+    # ---- Orders
 
     def order(self, node: Any) -> bool:
-        """Whether it is the permutation that sorts the choices."""
+        """Whether the node is the permutation that sorts the choices."""
         node = plain(node)
         return is_called(node, getitem) and node.args[1] == 1 and self._sorts(node.args[0])
 
     def sorted_choices(self, node: Any) -> bool:
-        """Whether it is the choices, sorted."""
+        """Whether the node is the choices, sorted."""
         node = plain(node)
         if is_called(node, getitem) and node.args[1] == 0:
             return self._sorts(node.args[0])
@@ -288,15 +289,15 @@ class Choices:
     def _sorts(self, node: Any) -> bool:
         return sorts_up(node) and self.is_choices(node.args[0])
 
-    # Slots.
+    # ---- Slots
 
     def fills_slots(self, expert: Any, place: Any, upto: Any = None) -> bool:
-        """Whether no two choices have the same expert and place; `expert` is that of each choice, in either order.
-        `upto`: what is one more than the place, where no node is the place."""
+        """Whether no two choices have the same expert and place; `expert` is each choice's expert, in either order.
+        `upto` is the place plus one, if no node is the place."""
         place = plain(place)
         if self.distinct() and self.is_token(place, self.sorted_choices(expert)):
             return True  # a token names an expert once
-        if self.sorted_choices(expert):  # its number, less those of experts before
+        if self.sorted_choices(expert):  # its number, minus those of earlier experts
             if not is_called(place, aten.sub.Tensor) or place.kwargs:
                 return False
             number, begins = place.args
@@ -311,14 +312,14 @@ class Choices:
         return self.is_choices(expert) and self._running(plain(upto))
 
     def distinct(self) -> bool:
-        """Whether a token's choices are different experts: topk's."""
+        """Whether a token's choices are different experts, as topk guarantees."""
         flat = self.flat
         if not is_called(flat, getitem) or flat.args[1] != 1 or not is_called(flat.args[0], aten.topk.default):
             return False
         return flat.meta["val"].dim() == 2 and argument(flat.args[0], 2, "dim", -1) in (-1, 1)
 
     def is_token(self, node: Any, in_order: bool) -> bool:
-        """Whether it is the token of each choice; `in_order`: of the sorted choices."""
+        """Whether the node is each choice's token; `in_order`: for the sorted choices."""
         value = tensor_of(self.flat)
         k = value.shape[1] if value is not None and value.dim() == 2 else None
         if in_order or divisor(node):
@@ -329,7 +330,7 @@ class Choices:
         return wide.dim() == 2 and wide.shape[1] == k and column.shape[1] == 1 and numbers_up(node.args[0])
 
     def _running(self, upto: Any) -> bool:
-        """How many choices up to each have the same expert."""
+        """Whether the node is the running count of choices with the same expert."""
         if is_called(upto, aten.sum.dim_IntList):
             product, dims = upto.args[:2]
             if not is_called(product, aten.mul.Tensor) or product.meta["val"].dim() != 2 or dims not in ([-1], [1]):
@@ -348,14 +349,14 @@ class Choices:
 
 
 def taken(node: Any) -> tuple[Node, Node] | None:
-    """The tensor and the index of what takes elements or rows by a 1-d index."""
+    """The tensor and the index of a node that takes elements or rows by a 1-d index."""
     if is_called(node, aten.index.Tensor) and len(node.args[1]) == 1 and node.args[1][0] is not None:
         return _one_dimensional(node.args[0], node.args[1][0])
     if is_called(node, aten.index_select.default) and node.args[1] == 0:
         return _one_dimensional(node.args[0], node.args[2])
     if is_called(node, aten.gather.default) and node.args[1] == 0:
         index = node.args[2]
-        if is_called(index, aten.expand.default):  # of rows, each as a whole
+        if is_called(index, aten.expand.default):  # of whole rows
             wide, source = tensor_of(index), tensor_of(node.args[0])
             column = tensor_of(index.args[0])
             if wide is None or column is None or source is None or wide.dim() != 2 or column.shape[1] != 1:
@@ -371,14 +372,14 @@ def _one_dimensional(source: Any, index: Any) -> tuple[Node, Node] | None:
 
 
 def sorts_up(node: Any) -> bool:
-    """Whether it sorts a 1-d tensor, the least first."""
+    """Whether the node sorts a 1-d tensor in increasing order."""
     if not is_called(node, aten.sort.stable, aten.sort.default) or node.args[0].meta["val"].dim() != 1:
         return False
     return not node.kwargs.get("descending", False) and not any(one is True for one in node.args[2:])
 
 
 def divisor(node: Any) -> int | None:
-    """By what a node divides whole numbers of 0 and more, rounding down."""
+    """The divisor by which a node divides nonnegative integers, rounding down."""
     mode = (
         (node.kwargs.get("rounding_mode") or (*node.args, None)[2]) if is_called(node, aten.div.Tensor_mode) else None
     )
@@ -388,7 +389,7 @@ def divisor(node: Any) -> int | None:
 
 
 def numbers_up(node: Any, count: int | None = None) -> bool:
-    """0, 1, 2, ..."""
+    """Whether the node is 0, 1, 2, ..."""
     node = plain(node)
     if is_called(node, _prims.iota.default):
         start, step = node.kwargs["start"], node.kwargs["step"]
@@ -410,7 +411,7 @@ def _is_small(node: Any) -> bool:
 
 
 def _union(sets: Any) -> Cells | None:
-    """Of cells, none of which is in two."""
+    """The union of disjoint sets of cells."""
     out: set[Any] = set()
     for one in sets:
         if one is None or out & one:
@@ -423,7 +424,7 @@ def _pads_zeros(node: Any) -> bool:
     return bool(argument(node, 2, "value", 0) == 0)
 
 
-# Run on the numbers as they are.
+# Operators that run on the sets' numbers unchanged.
 _MOVES = frozenset(
     {
         *_SAME,

@@ -1,8 +1,8 @@
-"""The ends of a mixture of experts: rows taken from tokens, and rows weighted and summed for them.
+"""The ends of a mixture of experts: rows taken from tokens, and rows weighted and summed into tokens.
 
-Both are recognised only where the operator gives the same: a row for each choice in the order of the choices or sorted
-by expert; products of rows and weights in float32, sums of them in float32, and one rounding. Sums over a dimension
-have no order that PyTorch promises; those of index_add and scatter_add are in the order of the experts.
+Both are recognized only if the operator gives the same result: one row per choice, in the order of choices or sorted by
+expert; products of rows and weights, and their sums, in float32 with one rounding. PyTorch promises no order for sums
+over a dimension; those of index_add and scatter_add are in expert order.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _WIDE = (torch.float32, torch.float64)
 class Tokens(NamedTuple):
     x: Any  # [tokens, columns]
     k: int
-    order: Node | None  # the permutation that sorts the choices; None: rows are in the choices' own order
+    order: Node | None  # the permutation that sorts the choices; None: rows are in the order of choices
 
 
 class Combined(NamedTuple):
     node: Any  # [tokens, columns]
-    weights: Node  # a number for each choice, in the order of the choices
-    by_expert: bool  # sums are in the order of experts, or else of choices
+    weights: Node  # a number per choice, in the order of choices
+    by_expert: bool  # sums are in expert order, else in the order of choices
 
 
 def tokens_of(rows: Any, choices: Choices, in_order: bool) -> Tokens | None:
@@ -106,7 +106,7 @@ def combined(rows: Any, choices: Choices, in_order: bool, tokens: Tokens) -> Com
 
 
 def _rounded(node: Any, dtype: torch.dtype, weights: Node, by_expert: bool) -> Combined | None:
-    """With the rounding behind it."""
+    """Includes the rounding that follows."""
     if node.meta["val"].dtype == dtype:
         return Combined(node, weights, by_expert)
     users = list(node.users)
@@ -116,7 +116,7 @@ def _rounded(node: Any, dtype: torch.dtype, weights: Node, by_expert: bool) -> C
 
 
 def _weights(other: Any, choices: Choices, in_order: bool, tokens: Tokens, rows: Any) -> Any:
-    """Of [..., 1], a number for each row: numbers for the choices, in their order."""
+    """The choices' numbers, in their order, given [..., 1] with a number per row."""
     value, number = tensor_of(other), tensor_of(choices.flat)
     if (
         value is None
@@ -143,7 +143,7 @@ def _weights(other: Any, choices: Choices, in_order: bool, tokens: Tokens, rows:
 
 
 def _unsorts(user: Any, rows: Any, choices: Choices) -> bool:
-    """Whether it brings sorted rows into the order of the choices."""
+    """Whether the node brings sorted rows into the order of choices."""
     if user.target is aten.index_copy.default:
         return user.args[1] == 0 and user.args[3] is rows and choices.order(user.args[2])
     if user.target is aten.index_put.default and len(user.args) == 3:

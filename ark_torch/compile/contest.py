@@ -1,14 +1,11 @@
-"""Times the ways to run a graph against each other, call by call, and says which is the quickest.
+"""Times the ways to run a graph against each other, call by call, and picks the fastest.
 
-A contestant has a turn of several calls in a row, since each leaves caches, and threads that still spin, to whoever
-comes next: the first calls of a turn do not count. On a CPU those are all of its first 20 ms: the threads of GNU's
-OpenMP, which eager PyTorch and Inductor leave behind, spin for 6 to 14 ms after their last loop and keep a core each.
-A round is a turn of each, back and forth; who is far behind is out. What counts is the median of a turn, and of those
-the least. Where the rounds disagree, or other programs had part of the machine, the contest is held again, a few
-times; what it then says is marked as chosen on a busy machine.
-
-The calls are the program's own, which any contestant may serve, or those of rehearse(), on copies of one call's
-arguments.
+A contestant gets a turn of several consecutive calls. The first ones do not count, since caches and spinning threads
+are still the previous contestant's; on a CPU that is the first 20 ms, as GNU OpenMP's threads of eager PyTorch and
+Inductor spin for 6 to 14 ms after their last loop and keep a core each. A round is one turn of each, back and forth; a
+contestant far behind drops out. The smallest median of a turn counts. If rounds disagree, or other programs used part
+of the machine, the contest is repeated a few times; its result is then marked as chosen on a busy machine. The calls
+are the program's own, which any contestant may serve, or those of rehearse(), on copies of one call's arguments.
 """
 
 from __future__ import annotations
@@ -27,21 +24,21 @@ from ark_torch.compile.choice import Choice
 from ark_torch.compile.report import log
 
 Contestant = Callable[..., Any]
-PAUSE = ""  # in place of a contestant's name: calls that nobody times, before the contest is held again
+PAUSE = ""  # instead of a contestant's name: calls that are not timed, before the contest is repeated
 
 _ROUNDS, _MOST_ROUNDS, _ATTEMPTS = 3, 6, 3
 _TURN_S, _MOST_CALLS, _FEWEST_CALLS = 0.01, 100, 4
-_SETTLE_S = 0.02  # from the begin of a turn on until OpenMP's threads of the one before sleep
-_SLOW_S = 0.1  # a call that takes longer is called less often
-_SPENT_S = 10.0  # in all calls that count; what it says by then is what it says
-_HOPELESS = (3.0, 1.3)  # times the best one's time after one round, and after more: one turn may be bad luck
-_SURE = 1.1  # a contestant's middle turn over its best one: more is noise
-_FOREIGN = 0.15  # cores that others may take
+_SETTLE_S = 0.02  # until the previous contestant's OpenMP threads sleep
+_SLOW_S = 0.1  # slower calls are repeated less often
+_SPENT_S = 10.0  # limit for all counted calls; then the contest ends with what it knows
+_HOPELESS = (3.0, 1.3)  # times the best time after one round, and after more: one turn may be bad luck
+_SURE = 1.1  # a contestant's median turn over its best one: more is noise
+_FOREIGN = 0.15  # cores that other programs may use
 _SMALL = 1 << 14  # elements
 
 
 class Load:
-    """How many of the cores that this process may use other processes had since it was made."""
+    """How many of the cores available to this process others have used since this object was made."""
 
     def __init__(self) -> None:
         self._cores = os.sched_getaffinity(0)
@@ -62,12 +59,12 @@ class Load:
         return time.monotonic(), busy, own.ru_utime + own.ru_stime
 
     def is_in_the_way(self, threads: int) -> bool:
-        """Whether others and `threads` of ours are more than the cores."""
+        """Whether other processes and `threads` of ours need more than the available cores."""
         cores = len(self._cores)
         (then, busy, own), (now, busy_now, own_now) = self._begin, self._read()
         if min(busy, busy_now) < 0:
             foreign = max(0.0, os.getloadavg()[0] - threads)
-        elif now - then < 0.05:  # the counters are in hundredths of a second
+        elif now - then < 0.05:  # the counters have a resolution of 10 ms
             return False
         else:
             foreign = (busy_now - busy - (own_now - own)) / (now - then)
@@ -75,7 +72,7 @@ class Load:
 
 
 class Contest:
-    """`choice` is set when it is decided; call() serves a call by whoever's turn it is."""
+    """`choice` is set once decided. call() serves a call with the contestant whose turn it is."""
 
     def __init__(self, contestants: Mapping[str, Contestant], on_gpu: bool = False) -> None:
         self._contestants, self._on_gpu = dict(contestants), on_gpu
@@ -85,7 +82,8 @@ class Contest:
         self.turn = next(self._turns)
 
     def call(self, arguments: Sequence[Any], counts: Callable[[], bool] = lambda: True) -> Any:
-        """`counts` is asked after the call. One that does not count, or that raises, is made up for by the next."""
+        """`counts` is asked after the call. A call that does not count, or that raises, is repeated with the next
+        one."""
         run = self._contestants[self.turn]
         if self._on_gpu:
             begin, end = (torch.Event("cuda", enable_timing=True) for _ in range(2))
@@ -147,7 +145,7 @@ class Contest:
         return Choice(min(us, key=lambda name: us[name]), us, busy)
 
     def _turn_of(self, name: str, first: bool) -> Generator[str, Any, float]:
-        """The median of its calls, in seconds."""
+        """The median of a turn's calls, in seconds."""
         asleep = 0.0 if self._on_gpu else time.perf_counter() + _SETTLE_S
         for _ in range(2 if first else 1):
             yield name
@@ -174,8 +172,8 @@ class Contest:
 def rehearse(
     contestants: Mapping[str, Contestant], arguments: Sequence[Any], written: Sequence[int], on_gpu: bool = False
 ) -> Choice:
-    """Holds it on one call's arguments; random number generators are put back afterwards. On a GPU it is held by calls,
-    and again by replays of CUDA graphs."""
+    """Holds the contest on one call's arguments, and restores random number generators afterwards. On a GPU it is held
+    for calls, and again for replays of CUDA graphs."""
     copies = _Copies(arguments, written)
     devices = list({x.device.index for x in arguments if isinstance(x, torch.Tensor) and x.is_cuda})
     with torch.random.fork_rng(devices):
@@ -190,11 +188,11 @@ def rehearse(
 
 
 class _Copies:
-    """One call's arguments for many calls: those that the graph writes (their positions are `written`) are copies, in
-    the layout that it was compiled for.
+    """One call's arguments for many calls. Those that the graph writes (at positions `written`) are copies, in the
+    layout that it was compiled for.
 
-    Positions and other small state are put back before every call, or a counter would walk out of its cache; of large
-    floating tensors only the values change, which nobody looks at.
+    Positions and other small state are restored before every call, or a counter would run past its cache. For large
+    floating tensors only the values change, which does not matter.
     """
 
     def __init__(self, arguments: Sequence[Any], written: Sequence[int]) -> None:
@@ -223,7 +221,7 @@ def _held(contest: Contest, copies: _Copies, arguments: Sequence[Any]) -> Choice
 
 
 def _graphs(contestants: Mapping[str, Contestant], arguments: Sequence[Any]) -> dict[str, Contestant]:
-    """Each as the replay of a CUDA graph of one call; without those that cannot be captured."""
+    """Each contestant as the replay of a CUDA graph of one call, without those that cannot be captured."""
     made: dict[str, Contestant] = {}
     for name, run in contestants.items():
         graph = torch.cuda.CUDAGraph()

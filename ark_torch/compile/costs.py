@@ -1,4 +1,4 @@
-"""What plans reckon with: what work costs on this machine, measured by csrc/compiler/runtime/costs.hpp at the first
+"""The costs that plans are based on: measured on this machine by csrc/compiler/runtime/costs.hpp at the first
 region."""
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ def are_measured() -> bool:
 
 
 def of_caches() -> dict[str, Any]:
-    """What a GPU's caches were measured to gain (CacheCosts of csrc/compiler/schedule/plan.hpp); what is not there
-    gains nothing."""
+    """The measured gains of a GPU's cache policies (CacheCosts of csrc/compiler/schedule/plan.hpp); absent ones gain
+    nothing."""
     return {}
 
 
 @functools.cache
 def prepare() -> None:
-    """Once a process: what measures is compiled on a thread, while the first graph is captured, which takes longer."""
+    """Compiles the measurement on a thread, once per process, while the first graph is captured, which takes longer."""
     from ark_torch import _C
 
-    # A variable that holds nothing allowed, a thread that cannot start: the region says so, or does without.
+    # An invalid variable or a thread that cannot start: the region reports it, or does without.
     with contextlib.suppress(ValueError, RuntimeError):
         if hasattr(_C, "plan") and are_measured():
             _jit.configure()

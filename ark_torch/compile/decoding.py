@@ -1,9 +1,9 @@
-"""What a decoded weight is made of, followed from its operator back to the codes.
+"""Follows a decoded weight from its operator back to the codes.
 
-Operators of int8, float8 and 4 bits: conversions, halves of bytes that are masked, shifted and put together, numbers
-and zeros that are subtracted, one scale, and views between all of these. The dimensions of what is decoded are followed
-as lists of factors, of which each has a stride in the codes, in the scale and in the zero: a view that no strides of
-the scale could express, such as groups that become one depth again, is a matter of where lists are cut.
+The operators of int8, float8 and 4 bits are conversions, masks and shifts of bytes' halves and their combination,
+subtraction of numbers and zeros, one scale, and views between all of these. The dimensions of the decoded tensor are
+tracked as lists of factors, each with a stride in the codes, in the scale and in the zero. So a view that no strides of
+the scale could express, such as groups merged back into one depth, is just a different cut of the lists.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ prims = torch.ops.prims
 
 
 class NotTaken(Exception):
-    """The text says why a product's weight is decoded by Inductor."""
+    """The message says why Inductor decodes a product's weight."""
 
 
 class Factor(NamedTuple):
     length: int
-    code: int  # strides, of codes in halves of a byte where they are of 4 bits
+    code: int  # strides; of codes in half bytes if they have 4 bits
     scale: int = 0
     zero: int = 0
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor that the graph is given, and the view of it that is read."""
+    """A tensor that is given to the graph, and the view of it that is read."""
 
     source: Node
     view: Strided
@@ -48,11 +48,11 @@ class Decoded:
     dims: tuple[tuple[Factor, ...], ...]
     codes: Leaf
     bits: int = 8
-    half: str = ""  # of bytes whose low or high halves are numbers: which; "raised": low halves, moved up
+    half: str = ""  # for bytes whose low or high halves are numbers: which; "raised": low halves, shifted up
     signed: bool = False
     high_first: bool = False
     offset: int = 0
-    least: int = -128  # of the integers that they are, as long as they are
+    least: int = -128  # range of the integers, as long as they are integers
     most: int = 127
     scale: Leaf | None = None
     zero: Leaf | None = None
@@ -65,7 +65,7 @@ class Decoded:
 
 
 def may_decode(node: Any, known: dict[Any, bool] | None = None, depth: int = 12) -> bool:
-    """Whether codes are among what a weight is made of. `known`: of other nodes."""
+    """Whether codes are among what a weight is computed from. `known`: results for other nodes."""
     known = {} if known is None else known
     if node not in known:
         known[node] = _may_decode(node, known, depth)
@@ -85,7 +85,7 @@ def _may_decode(node: Any, known: dict[Any, bool], depth: int) -> bool:
 
 
 def joined(factors: Sequence[Factor]) -> list[Factor]:
-    """Neighbours that every stride takes for one become one."""
+    """Merges neighbors that are contiguous in every stride."""
     made: list[Factor] = []
     for one in factors:
         if one.length == 1:
@@ -97,7 +97,7 @@ def joined(factors: Sequence[Factor]) -> list[Factor]:
     return made
 
 
-# ---- Operators, from the codes on. None: no codes are among what a node is made of.
+# ---- Operators, starting at the codes. None: a node is not computed from codes.
 
 _CONVERSIONS = (prims.convert_element_type.default, aten._to_copy.default)
 _SHIFTS = {
@@ -168,7 +168,7 @@ def _converted(node: Node, dtype: torch.dtype) -> Decoded | None:
 
 
 def _check_range(of: Decoded, dtype: torch.dtype) -> None:
-    """Raises NotTaken where integers of that type wrap around."""
+    """Raises NotTaken if integers of that type would wrap around."""
     limits = torch.iinfo(dtype)
     if of.least < limits.min or of.most > limits.max:
         raise NotTaken(f"its codes may not fit {str(dtype).removeprefix('torch.')}")
@@ -219,7 +219,7 @@ def _arithmetic(kind: str, node: Node, dtype: torch.dtype) -> Decoded | None:
         raise NotTaken("what is added to its codes is scaled")
     base, leaf_side = _follow_if_coded(left), right
     if kind != "sub":
-        other = _follow_if_coded(right)  # codes, or zeros of integers
+        other = _follow_if_coded(right)  # codes, or integer zeros
         if other is not None and (base is None or math.prod(other.shape) > math.prod(base.shape)):
             base, leaf_side = other, left
     if base is None:
@@ -268,7 +268,7 @@ def _follow_if_coded(node: Any) -> Decoded | None:
 
 
 def leaf_of(node: Any) -> Leaf | None:
-    """A view of what the graph is given, floating types converted or not; None for all else."""
+    """A view of a graph input, possibly with a conversion of floating types; None for anything else."""
     views: list[Node] = []
     while isinstance(node, Node) and not analysis.is_source(node):
         value, before = tensor_of(node), node.args[0] if node.args else None
@@ -297,12 +297,12 @@ def leaf_of(node: Any) -> Leaf | None:
 
 
 def _widens(given: torch.dtype, dtype: torch.dtype) -> bool:
-    """Or rounds to another floating type, which what computes in float32 does not have to."""
+    """Whether a conversion widens, or rounds to another floating type, which float32 arithmetic does not need."""
     return dtype.is_floating_point or (not given.is_floating_point and dtype.itemsize >= given.itemsize > 0)
 
 
 def _strides_over(base: Decoded, view: Strided) -> tuple[int, ...]:
-    """Of each of the base's dimensions: the view's stride there, 0 where it is broadcast."""
+    """For each of the base's dimensions, the view's stride, 0 where it is broadcast."""
     shape = base.shape
     if len(view.shape) > len(shape):
         raise NotTaken("its scales have more dimensions than its codes")
@@ -355,8 +355,8 @@ _RESHAPES = (
 
 
 def _regrouped(factors: list[Factor], shape: tuple[int, ...]) -> tuple[tuple[Factor, ...], ...]:
-    """The same factors in order, in dimensions of these lengths."""
-    rest = [f for f in reversed(joined(factors))]  # the first is the last
+    """Distributes the same factors, in order, over dimensions of these lengths."""
+    rest = [f for f in reversed(joined(factors))]  # in reverse order
     dims = []
     for wanted in shape:
         dim: list[Factor] = []

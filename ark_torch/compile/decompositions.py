@@ -1,9 +1,9 @@
-"""Which operators AOTAutograd takes apart: those that Inductor takes apart, but for a few.
+"""The operators that AOTAutograd decomposes: those that Inductor decomposes, with a few exceptions.
 
-index_add, index_copy and index_select refuse negative indices, and their decompositions (index_put, index) take them
-from the end. What ark runs is as strict as eager PyTorch, so they stay whole; a piece that goes to Inductor has them
-taken apart again, since Inductor knows them no other way. index_fill, which PyTorch makes of index_copy, takes
-negative ones from the end. What eager_values.py takes apart comes before Inductor's.
+index_add, index_copy and index_select refuse negative indices, but their decompositions (index_put, index) count them
+from the end. What ark runs is as strict as eager PyTorch, so these operators stay whole; for Inductor's pieces they are
+decomposed again, since Inductor knows no other form. index_fill, which PyTorch makes of index_copy, accepts negative
+indices. The decompositions of eager_values.py take precedence over Inductor's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from ark_torch.compile import eager_values
 from ark_torch.compile.analysis import aten
 
-# Where the index stands among the arguments; the dimension stands before it.
+# The position of the index among the arguments; the dimension precedes it.
 _KEPT: dict[Any, Any] = {
     aten.index_add.default: aten.index_put.default,
     aten.index_add_.default: aten.index_put_.default,
@@ -44,7 +44,7 @@ def table() -> dict[Any, Callable[..., Any]]:
 
 
 def _with_lowerings(decomposition: Callable[..., Any]) -> Callable[..., Any]:
-    """It asks a module of Inductor that is there only once Inductor has compiled something."""
+    """The decomposition uses an Inductor module that exists only once Inductor has compiled something."""
 
     def run(*arguments: Any, **named: Any) -> Any:
         import torch._inductor.lowering  # noqa: F401
@@ -66,7 +66,7 @@ def _fill_by_index(decomposition: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unless_simple(decomposition: Callable[..., Any]) -> Callable[..., Any]:
-    """Single numbers in place of a dimension are for the decomposition."""
+    """The decomposition handles numbers in place of dimensions."""
 
     def maybe(base: Any, dim: int, index: Any, *rest: Any, **numbers: Any) -> Any:
         if base.ndim and index.ndim == 1 and all(r.ndim == base.ndim for r in rest):
@@ -77,7 +77,7 @@ def _unless_simple(decomposition: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def for_inductor(graph: Graph) -> None:
-    """Takes the operators that were kept apart after all."""
+    """Decomposes the operators that were kept."""
     for node in graph.nodes:
         if node.target in _KEPT:
             base, dim, index, *source = node.args

@@ -1,11 +1,10 @@
-"""Results with gaps become dense ones.
+"""Makes results with gaps dense.
 
-`x[:, ::2] = y` leaves copy(x[:, ::2], y) in a functional graph: a tensor of its own, laid out like the part of x, so
-that most of its memory is unused. A region has no such results. Here it is rewritten to have no gaps, dimensions in the
-same order, and all that is computed of it is worked out again (its layout may change, too), before regions are cut:
-within one region alone it could not be, since the next piece is compiled for the layout that the graph names.
-
-What the caller gets keeps its layout; so does what is read by as_strided, which counts places in memory.
+`x[:, ::2] = y` leaves copy(x[:, ::2], y) in a functional graph: a separate tensor with the layout of the part of x,
+whose memory is mostly unused. A region cannot have such results. This pass removes the gaps, keeping the order of
+dimensions, and recomputes everything that depends on the result (whose layout may change, too), before the graph is cut
+into regions. Within a region alone that is impossible, since the next piece is compiled for the layout that the graph
+declares. What the caller gets keeps its layout, and so does what as_strided reads, which counts places in memory.
 """
 
 from __future__ import annotations
@@ -46,11 +45,11 @@ _UPDATES = frozenset(
 
 
 class _KeepsGaps(Exception):
-    """Why a result stays as it is."""
+    """Why a result stays unchanged."""
 
 
 def rewrite(graph_module: GraphModule) -> int:
-    """How many results have lost their gaps."""
+    """Returns the number of results whose gaps were removed."""
     made = 0
     for node in list(graph_module.graph.nodes):
         if (node.target is aten.copy.default or node.target in _UPDATES) and _has_gaps(node):
@@ -62,13 +61,13 @@ def rewrite(graph_module: GraphModule) -> int:
 
 
 def _order(tensor: torch.Tensor) -> list[int]:
-    """Dimensions, the outermost in memory first."""
+    """Dimensions, outermost in memory first."""
     strides = tuple(tensor.stride())
     return sorted(range(tensor.dim()), key=lambda d: (-strides[d], d))
 
 
 def _has_gaps(node: Node) -> bool:
-    """No element stands in two places, and there is room between them."""
+    """Whether no element is stored twice, and there is unused memory between elements."""
     tensor = tensor_of(node)
     if tensor is None or not tensor.numel():
         return False
@@ -101,7 +100,7 @@ def _rewritten(graph: Graph, node: Node) -> bool:
 
 
 def _dense_copy(graph: Graph, node: Node) -> Node:
-    """The source alone: of the old contents nothing is left."""
+    """Keeps the source only: nothing of the old contents remains."""
     source = node.args[1]
     assert isinstance(source, Node)
     value = node.meta["val"]
@@ -122,7 +121,7 @@ def _dense_update(graph: Graph, node: Node) -> Node:
 
 
 def _laid_out(graph: Graph, node: Node, order: list[int]) -> Node:
-    """A copy without gaps; its dimensions lie in this order."""
+    """A dense copy with dimensions in this order."""
     turned = order != sorted(order)
     if turned:
         node = call(graph, aten.permute.default, node, order)
@@ -145,7 +144,7 @@ def _tensors(value: Any) -> Iterator[tuple[Any, ...]]:
 
 
 def _work_out(new: Node, kept: dict[Node, Any]) -> None:
-    """What all later nodes give, now that `new` is dense. `kept` gets what they gave before."""
+    """Recomputes the values of all later nodes now that `new` is dense. Stores their earlier values in `kept`."""
     changed = {new}
     node = new.next
     while node.op != "root":

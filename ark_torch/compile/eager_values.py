@@ -1,6 +1,6 @@
-"""Decompositions that give what eager PyTorch gives at the edges, where those of Inductor's table give something else.
+"""Decompositions that match eager PyTorch in edge cases in which Inductor's decompositions differ.
 
-They are taken apart before any code generator sees them, so they hold on the CPU and on GPUs, in ark's kernels and in
+They apply before any code generator sees the operators, so they hold on CPUs and GPUs, in ark's kernels and in
 Inductor's.
 """
 
@@ -16,9 +16,9 @@ from torch.fx import Graph, Node
 
 from ark_torch.compile.analysis import aten
 
-# Parts of the names, in a graph of torch._dynamo, of what comes to be one of table()'s operators whatever is given.
+# Parts of names, in a graph of torch._dynamo, of what may become one of table()'s operators.
 _NAMES = ("shift", "threshold", "Threshold", "frac", "gamma", "type_as", "short", "char", "byte")
-# Floating point becomes these by way of the others (_to_copy).
+# Floating point is converted to these types through the others (_to_copy).
 _BY_WAY_OF = {torch.int8: torch.int32, torch.int16: torch.int32, torch.uint8: torch.int64}
 _SHIFTS = (
     aten.__lshift__.Tensor,
@@ -32,19 +32,17 @@ _SHIFTS = (
     aten.bitwise_right_shift.Tensor_Scalar,
     aten.bitwise_right_shift.Scalar_Tensor,
 )
-# True while a decomposition makes the same operator with arguments that need none.
+# True while a decomposition emits the same operator with arguments that need no decomposition.
 _settled = ContextVar("_settled", default=False)
 
 
 class Eager(Exception):
-    """The graph runs as it came, operator by operator; the text says why."""
+    """The graph runs unchanged, operator by operator; the message says why."""
 
 
 def concerns(graph: Graph) -> bool:
-    """Whether a graph of torch._dynamo may have one of table()'s operators.
-
-    Without a table of ours, what Inductor keeps of other runs is the same.
-    """
+    """Whether a graph of torch._dynamo may contain one of table()'s operators. Without a table of ours, Inductor's own
+    caches stay valid."""
 
     def one(node: Node) -> bool:
         name, given = str(getattr(node.target, "__name__", node.target)), [*node.args, *node.kwargs.values()]
@@ -60,7 +58,7 @@ def concerns(graph: Graph) -> bool:
 
 
 def table() -> dict[Any, Callable[..., Any]]:
-    """Inductor's decompositions, with these in front of them."""
+    """Inductor's decompositions, preceded by these."""
     from torch._inductor.decomposition import select_decomp_table
 
     inductors = select_decomp_table()
@@ -85,11 +83,11 @@ def _settle(operator: Any, *arguments: Any) -> Any:
 
 
 def _shift(operator: Any) -> Callable[..., Any]:
-    """A shift with every count within the width, and a choice for the others.
+    """A shift with counts limited to the width, and a selection for other counts.
 
-    A machine's shift, which is what generated code makes of it, takes the count modulo the width or is undefined.
-    PyTorch's rule for counts below 0 or of the width and more: 0 to the left, to the right what is left of the value
-    (its sign). The decomposition is what each code generator then sees, on the CPU and on GPUs.
+    A machine's shift, to which generated code compiles, takes the count modulo the width or is undefined. PyTorch
+    defines counts below 0 or from the width on: the result is 0 to the left, and what remains of the value (its sign)
+    to the right.
     """
     left = "lshift" in operator._schema.name or "left" in operator._schema.name
     inner = aten.bitwise_left_shift.Tensor if left else aten.bitwise_right_shift.Tensor
@@ -107,7 +105,7 @@ def _shift(operator: Any) -> Callable[..., Any]:
         if not isinstance(value, torch.Tensor):
             value = aten.scalar_tensor.default(value, dtype=dtype, device=like.device)
         if not isinstance(count, torch.Tensor):
-            # The value first: a count that the type cannot hold is out of range, not what it wraps around to.
+            # Check the value first: a count that the type cannot hold is out of range, not what it wraps around to.
             count = aten.scalar_tensor.default(-1, dtype=torch.int64, device=like.device)
         value, wide = value.to(dtype), count.to(dtype).to(torch.int64)
         outside = aten.logical_or.default(aten.lt.Scalar(wide, 0), aten.ge.Scalar(wide, width))
@@ -123,7 +121,7 @@ def _shift(operator: Any) -> Callable[..., Any]:
 
 
 def _threshold(x: Any, threshold: Any, value: Any) -> Any:
-    """The value as one of the tensor's type: large integers do not pass through floating point."""
+    """Uses a value of the tensor's type: large integers must not pass through floating point."""
     if not x.dtype.is_floating_point:
         threshold, value = int(threshold), int(value)
     other = aten.scalar_tensor.default(value, dtype=x.dtype, device=x.device)
@@ -131,7 +129,7 @@ def _threshold(x: Any, threshold: Any, value: Any) -> Any:
 
 
 def _clamp(inductors: Callable[..., Any]) -> Callable[..., Any]:
-    """On a GPU a number that is NaN is no bound, if it is the only one; elsewhere it makes all NaN."""
+    """On a GPU a NaN as the only bound is ignored; elsewhere it makes everything NaN."""
 
     def clamp(x: Any, min: Any = None, max: Any = None) -> Any:
         (bound,) = given if len(given := [b for b in (min, max) if b is not None]) == 1 else (None,)
@@ -143,9 +141,9 @@ def _clamp(inductors: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _to_copy(inductors: Callable[..., Any]) -> Callable[..., Any]:
-    """On a GPU floating point becomes int8 and int16 by way of int32, uint8 by way of int64.
+    """On a GPU converts floating point to int8 and int16 through int32, and to uint8 through int64.
 
-    So nvcc compiles eager PyTorch's casts, and numbers beyond the type's range wrap around. Triton's saturate.
+    nvcc compiles eager PyTorch's casts like this, and out-of-range numbers wrap around. Triton's saturate.
     """
 
     def to_copy(x: Any, *, dtype: Any = None, **rest: Any) -> Any:
@@ -157,7 +155,8 @@ def _to_copy(inductors: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _lgamma(x: Any) -> Any:
-    """Inductor's function on GPUs takes denormals for zeros. So near zero lgamma(x) is -log|x|, of a multiple here."""
+    """On GPUs Inductor's function flushes denormals to zero. So lgamma(x) is computed as -log|x| near zero, here of a
+    multiple."""
     if _settled.get() or x.device.type != "cuda" or x.dtype not in (torch.float32, torch.bfloat16):
         return NotImplemented
     wide = x.to(torch.float32)
@@ -168,7 +167,7 @@ def _lgamma(x: Any) -> Any:
 
 
 def _pow(x: Any, exponent: Any) -> Any:
-    """Eager PyTorch's error where whole numbers have a negative whole exponent; generated code computes something."""
+    """Raises eager PyTorch's error for integers to a negative integer power; generated code would compute something."""
     whole = not (x.dtype.is_floating_point or x.dtype.is_complex)
     if whole and isinstance(exponent, int) and not isinstance(exponent, bool) and exponent < 0:
         raise Eager(f"a tensor of {x.dtype} to the power {exponent}, which eager PyTorch refuses")

@@ -1,10 +1,10 @@
-"""Pooled embeddings and the all-to-all that takes them to their samples become embedding_bag_all_to_all.
+"""Fuses embedding bags and the all-to-all that brings them to their samples into embedding_bag_all_to_all.
 
-What stands between the bags and the exchange, and behind it, only moves elements: stack or cat, views, permutations,
-splits. How it is written does not matter: the moves are run on numbers that say of which rank, table, sample and column
-an element is, and the last node at which these lie as `[samples, tables of all ranks, columns]` is what the operator
-gives. Of other ranks a rank knows how many elements they send; that they order them as it does itself is taken from the
-program's being the same on all ranks, and where it is not, the operator says so when it is called.
+Only moves of elements may be between the bags and the exchange, and after it: stack or cat, views, permutations,
+splits. To recognize any form of them, the moves are run on numbers that encode an element's rank, table, sample and
+column. The last node at which these are arranged as `[samples, tables of all ranks, columns]` is the operator's result.
+Of other ranks a rank knows how many elements they send; that they order these in the same way follows from the program
+being the same on all ranks. Where it is not, the operator raises an error when called.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ _MOVES = frozenset(
 )
 _MODES = ("sum", "mean")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_MOST = 1 << 28  # elements whose moves are followed; of a rank's exchange
+_MOST = 1 << 28  # limit of the elements of a rank's exchange whose moves are followed
 
 
 def fuse(graph: Graph, device: str = "cuda") -> list[str]:
-    """Replaces what it finds on tensors of that device; says of each all-to-all of pooled rows what became of it."""
+    """Replaces matches on tensors of that device. Returns, for each all-to-all of pooled rows, what became of
+    it."""
     told = []
     for wait in list(graph.nodes):
         if wait.target is not _functional.wait_tensor.default:
@@ -71,7 +72,8 @@ def fuse(graph: Graph, device: str = "cuda") -> list[str]:
 
 
 def _moved(node: Node) -> Node | None:
-    """What a copy into an empty tensor copies: torch.distributed's functions that write, made functional."""
+    """The source of a copy into an empty tensor, as torch.distributed's in-place functions look when made
+    functional."""
     if node.target is not aten.copy.default:
         return None
     into, other = node.all_input_nodes[0], node.all_input_nodes[-1]
@@ -80,7 +82,7 @@ def _moved(node: Node) -> Node | None:
 
 
 def _sources(sent: Node) -> tuple[list[Node], list[Node]]:
-    """The moves before an exchange, in order, and the bags that they begin with; none where something else does."""
+    """The moves before an exchange, in order, and the bags at their start; empty if they start with anything else."""
     order = {one: i for i, one in enumerate(sent.graph.nodes)}
     moves, bags, todo = set(), set(), [sent]
     while todo:
@@ -94,7 +96,7 @@ def _sources(sent: Node) -> tuple[list[Node], list[Node]]:
             todo += node.all_input_nodes
         else:
             return [], []
-    # In the order in which they are put together, which is that of the tables.
+    # In the order in which they are joined, which is that of the tables.
     first: list[Node] = []
     for move in sorted(moves, key=order.__getitem__):
         first += [one for one in move.all_input_nodes if one in bags and one not in first]
@@ -102,7 +104,7 @@ def _sources(sent: Node) -> tuple[list[Node], list[Node]]:
 
 
 def _run(moves: list[Node], known: dict[Node, Any]) -> dict[Node, Any]:
-    """The moves of real tensors."""
+    """Runs the moves on real tensors."""
     values = dict(known)
     for node in moves:
         other = _moved(node)
@@ -115,7 +117,7 @@ def _run(moves: list[Node], known: dict[Node, Any]) -> dict[Node, Any]:
 
 
 def _numbers(tables: list[int], samples: int, columns: int) -> Tensor:
-    """[samples, tables of all ranks, columns]: each element another number."""
+    """[samples, tables of all ranks, columns] with a different number for each element."""
     return torch.arange(samples * sum(tables) * columns, dtype=torch.int32).view(samples, sum(tables), columns)
 
 
@@ -171,7 +173,7 @@ def _fuse(wait: Node, started: Node, moves: list[Node], bags: list[Node]) -> str
 
 
 class _Bag:
-    """One call of embedding_bag, of which only the pooled rows are read."""
+    """A call of embedding_bag whose pooled rows alone are read."""
 
     def __init__(self, rows: Node) -> None:
         call = rows.args[0]
@@ -196,7 +198,7 @@ class _Bag:
             raise NotFused(f"it is of {self.dtype}")
 
     def check(self, other: _Bag) -> None:
-        """That one call of the operator can hold both."""
+        """Checks that one call of the operator can include both."""
         for what in ("bags", "columns", "dtype", "mode", "include_last_offset"):
             mine, theirs = getattr(self, what), getattr(other, what)
             if mine != theirs:
@@ -206,7 +208,8 @@ class _Bag:
 
 
 def _sent_tables_first(sent: Node, moves: list[Node], bags: list[Node], world: int, columns: int) -> bool | None:
-    """Whether tables, and in them samples, are sent, or samples, and in them tables; None: there is one table."""
+    """Whether the exchange sends tables that contain samples, or samples that contain tables; None: there is one
+    table."""
     bag_count = shape_of(bags[0])[0]
     whole = _numbers([len(bags)], bag_count, columns)
     given = _run(moves, {bag: whole[:, t] for t, bag in enumerate(bags)})[sent].reshape(-1)
@@ -220,7 +223,7 @@ def _sent_tables_first(sent: Node, moves: list[Node], bags: list[Node], world: i
 
 
 def _placed(wait: Node, tables_first: bool | None, tables: list[int], samples: int, columns: int) -> Node:
-    """The last node behind the exchange at which rows lie in the operator's order, and are all that others read."""
+    """The last node after the exchange at which rows are in the operator's order and which is all that others read."""
     wanted = _numbers(tables, samples, columns)
     of_ranks = torch.split(wanted, tables, 1)
     behind, moves = {wait}, list[Node]()
@@ -243,7 +246,7 @@ def _placed(wait: Node, tables_first: bool | None, tables: list[int], samples: i
 
 
 def _all_that_is_read(wait: Node, final: Node, behind: set[Node]) -> bool:
-    """Whether nobody but `final` reads what it is made of."""
+    """Whether only `final` reads what it is computed from."""
     needed, todo = set(), [final]
     while todo:
         node = todo.pop()

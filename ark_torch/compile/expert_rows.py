@@ -1,7 +1,7 @@
-"""Rows on their way through the experts: from the exchange that brings them to the one that takes them back.
+"""Follows rows through the experts: from the exchange that brings them to the one that takes them back.
 
-Followed are in which order rows lie and what has been computed of each (networks.py). Two kinds of layout are known:
-blocks of as many rows as there are choices (`Blocks`), and slots for more rows than there can be (`Slots`).
+It tracks the order of rows, and what has been computed of each (networks.py). Two kinds of layout are known: blocks
+with as many rows as there are choices (`Blocks`), and slots for more rows than can arrive (`Slots`).
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ _prims = torch.ops.prims
 
 
 class Blocks(NamedTuple):
-    """Rows of cells, one behind the other; with `order`, in the order in which that permutation takes them."""
+    """Rows grouped by cell; with `order`, in the order in which that permutation takes them."""
 
     cells: tuple[tuple[int, int], ...]  # (the rank that sent them, local expert)
     order: Node | None = None
 
 
 class Slots(NamedTuple):
-    """Dimensions of atoms (name, size): rank, local (expert), slot, column; `expert`: they are of that one alone."""
+    """Dimensions made of atoms (name, size): rank, local (expert), slot, column; `expert`: the only expert of these
+    rows."""
 
     dims: tuple[tuple[tuple[str, int], ...], ...]
-    stage: int  # how many exchanges they have gone through
+    stage: int  # the number of exchanges so far
     expert: int | None = None
 
 
@@ -46,15 +47,15 @@ class Rows(NamedTuple):
 
 
 def slots(world: int, local: int, each: int, columns: int, flat: bool) -> Slots:
-    """Of a buffer of slots for all experts."""
+    """The layout of a buffer with slots for all experts."""
     expert, slot = (("rank", world), ("local", local)), (("slot", each),)
     dims = (expert + slot,) if flat else (expert, slot)
     return Slots(tuple(tuple(a for a in dim if a[1] != 1) for dim in (*dims, (("column", columns),))), 0)
 
 
 class Follower:
-    """What nodes hold, behind those of `rows`; `results`: those that hold rows as they were sent. `reads`: whether a
-    node takes rows out of the slots that they were put into."""
+    """What nodes compute from those in `rows`; `results`: nodes that hold rows in the order in which they were sent.
+    `reads`: whether a node takes rows out of the slots that they were put into."""
 
     def __init__(self, choices: Choices, rows: dict[Node, Any], reads: Callable[[Node], bool]) -> None:
         self.choices, self.rows, self.results = choices, dict(rows), list[Node]()
@@ -64,7 +65,7 @@ class Follower:
         self.by_expert = tuple((r, e) for e in range(choices.local) for r in range(choices.world))
 
     def run(self, nodes: list[Node]) -> Tree:
-        """What is computed of rows. Raises NotFused where that, or an order, is not known."""
+        """Returns what is computed of rows. Raises NotFused if that, or an order, is unknown."""
         for node in nodes:
             if node in self.rows or node.op != "call_function":
                 continue
@@ -89,8 +90,8 @@ class Follower:
         return tree
 
     def check_readers(self, is_true: Callable[[Node], bool]) -> None:
-        """That nobody else reads what lies between. Sizes may be read by what goes, too, and by what is asserted of
-        them, where that is true whatever runs."""
+        """Checks that nothing else reads the nodes in between. Sizes may also be read for the way back, and by
+        assertions that are true in any case."""
         back = {n for one in self.results for n in one.all_input_nodes}
         for node in self.rows:
             for user in node.users:
@@ -138,7 +139,7 @@ class Follower:
             raise NotFused(f"{node.name} reads its rows before they come to their experts, or when they are back")
         return found if found is not None else self._by_elements(node)
 
-    # Networks.
+    # ---- Networks
 
     def _by_elements(self, node: Any) -> Rows:
         known = [self.rows[n] for n in node.all_input_nodes if n in self.rows]
@@ -216,7 +217,7 @@ class Follower:
             return halves
         raise NotFused(f"{node.name} takes columns apart, other than in halves")
 
-    # Orders.
+    # ---- Orders
 
     def _joined(self, node: Any) -> Rows:
         parts: list[Any] = [self.rows.get(one) for one in node.args[0]]
@@ -301,7 +302,7 @@ class Follower:
         return None
 
     def _cut(self, node: Any, given: Rows) -> Rows:
-        """rows[start:end]"""
+        """Handles rows[start:end]."""
         layout = given.layout
         assert isinstance(layout, Blocks)
         ends = []
@@ -315,12 +316,12 @@ class Follower:
         return Rows(layout._replace(cells=layout.cells[slice(*ends)]), given.tree)
 
     def _before(self, layout: Blocks, order: Any) -> Blocks | None:
-        """How rows lay before that permutation took all of them."""
+        """The layout before that permutation took all rows."""
         known = self._order_of(order) if order is layout.order else None
         return Blocks(known[0]) if known is not None and known[1] == layout.cells else None
 
     def _order_of(self, order: Any) -> Any:
-        """Cells as they lie before a permutation, and sorted by expert by it."""
+        """The cells before a permutation, and after it, sorted by expert."""
         if not is_called(order, getitem) or order.args[1] != 1 or not sorts_up(order.args[0]):
             return None
         known = self._labels(order.args[0].args[0])
@@ -334,7 +335,7 @@ class Follower:
         return cells, tuple(cells[i] for i in by_label)
 
     def _labels(self, node: Any) -> Any:
-        """Cells of received rows, and the number that each row of a cell has."""
+        """The cells of received rows, and the number that each row of a cell has."""
         if is_called(node, *VIEWS, aten.clone.default):
             return self._labels(node.args[0])
         if is_called(node, _functional.wait_tensor.default):
@@ -398,7 +399,7 @@ def _ends_in_columns(layout: Slots, dims: int) -> bool:
 
 
 def _grouped(atoms: list[tuple[str, int]], shape: tuple[int, ...]) -> Any:
-    """Atoms in dimensions of these sizes; None where one would be cut."""
+    """Groups atoms into dimensions of these sizes; None if an atom would be split."""
     left, out = list(atoms), []
     for size in shape:
         dim: list[tuple[str, int]] = []
@@ -411,7 +412,7 @@ def _grouped(atoms: list[tuple[str, int]], shape: tuple[int, ...]) -> Any:
 
 
 def _constant(node: Any) -> Any:
-    """What it holds, where that hangs on nothing; of a small tensor."""
+    """The value of a small tensor that depends on nothing."""
     if not isinstance(node, Node) or node.op != "call_function" or tensor_of(node) is None:
         return None
     shape = node.meta["val"].shape

@@ -1,14 +1,13 @@
-"""Mixtures of experts in expert parallelism: all-to-all, experts, all-to-all become one operator.
+"""Fuses mixtures of experts in expert parallelism: all-to-all, experts, all-to-all become one operator.
 
-Two forms are found. Rows sorted by expert are sent with the counts of each rank's choices as split sizes, which ranks
-exchange before; or rows are put into slots of equally many for each expert, so that none can be dropped, and the slots
-are sent. How counts, orders and slots are written does not matter as far as choices.py and expert_rows.py follow it,
-and what the experts compute is to be what `ark_torch.ops.moe_layer` computes, with the same roundings (networks.py).
+Two forms are recognized. Either rows sorted by expert are sent with split sizes that are the counts of each rank's
+choices, exchanged before; or rows are put into equally many slots per expert, so that none is dropped, and the slots
+are sent. choices.py and expert_rows.py follow counts, orders and slots in many forms; the experts must compute what
+`ark_torch.ops.moe_layer` does, with the same roundings (networks.py).
 
-Where the rows are taken from tokens by `order // k`, and are weighted, summed and rounded once behind the experts as
-moe_layer does, all that is the operator's; otherwise it begins with the rows that are sent and gives those that come
-back. Nobody can tell from one rank's graph whether ranks have equally many tokens where split sizes are read from
-tensors: there the ranks tell each other in every call.
+If rows are taken from tokens by `order // k`, and weighted, summed and rounded once as in moe_layer, the operator
+includes that; otherwise it starts with the rows sent and ends with the rows received. With split sizes read from
+tensors, a graph does not show whether all ranks have equally many tokens, so ranks exchange this in every call.
 """
 
 from __future__ import annotations
@@ -47,16 +46,17 @@ class Sent(NamedTuple):
     """What is sent, and to whom."""
 
     rows: Any  # [choices, columns]
-    expert: Any | None  # of each row, where a node has it; None: the choices, sorted
+    expert: Any | None  # per row, if a node has it; None: the choices, sorted
     sorted: bool
     choices: Choices
     follower: Follower
-    slots: int  # for an expert, of each rank; 0: there are none
+    slots: int  # per expert, from each rank; 0: there are none
     reads: Callable[[Node], bool]  # whether a node takes rows out of slots
 
 
 def fuse(graph: Graph, device: str = "cuda") -> list[str]:
-    """Replaces what it finds on tensors of that device; says of each all-to-all of routed rows what became of it."""
+    """Replaces matches on tensors of that device. Returns, for each all-to-all of routed rows, what became of
+    it."""
     told = []
     for wait, started in exchanges(graph, device):
         if wait._erased or _brings_back(graph, started):
@@ -71,7 +71,7 @@ def fuse(graph: Graph, device: str = "cuda") -> list[str]:
 
 
 def exchanges(graph: Graph, device: str) -> list[tuple[Any, Any]]:
-    """All-to-alls of numbers on tensors of that device: where they are waited for, and started."""
+    """All-to-alls of numbers on tensors of that device, as (wait, start) nodes."""
     found = []
     for wait in graph.nodes:
         if wait.target is not _functional.wait_tensor.default:
@@ -89,7 +89,7 @@ def _reads_none(node: Node) -> bool:
 
 
 def _brings_back(graph: Graph, started: Any) -> bool:
-    """Whether its split sizes are those of an earlier exchange, swapped: it was looked at with that one."""
+    """Whether its split sizes are those of an earlier exchange, swapped: it was handled with that one."""
     _, received, sends, _ = started.args
     if not any(isinstance(n, Node) for n in (*received, *sends)):
         return False
@@ -115,10 +115,10 @@ def sent_by(wait: Any, started: Any) -> Sent | None:
 
 
 def _counted(sends: Any, received: Any, group: Any) -> Choices | None:
-    """Choices whose counts these are."""
+    """The choices whose counts these are."""
     seen, todo = set[Any](), [one for one in (*sends, *received) if isinstance(one, Node)]
     while todo:
-        node = todo.pop(0)  # the nearest first: behind the counts lies the whole model
+        node = todo.pop(0)  # nearest first, since the whole model precedes the counts
         if node in seen or len(seen) > 1000:
             continue
         seen.add(node)
@@ -144,7 +144,7 @@ def _counted(sends: Any, received: Any, group: Any) -> Choices | None:
 
 
 def _in_slots(wait: Any, started: Any) -> Sent | None:
-    """Rows that were put into slots; None where something else is sent."""
+    """Rows that were put into slots; None if something else is sent."""
     put: Any = started.args[0]
     while is_called(put, *_MOVED) or copied(put) is not None:
         put = copied(put) or put.args[0]
@@ -194,7 +194,7 @@ def _in_slots(wait: Any, started: Any) -> Sent | None:
 
 
 def _taken_apart(index: Any) -> tuple[Any, Any, Any]:
-    """Of `expert * each + place`: the product, and the place or what is one more."""
+    """Splits `expert * each + place` into the product, and the place or the place plus one."""
     index = plain(index)
     less = is_called(index, aten.sub.Tensor) and index.args[1] == 1
     index = plain(index.args[0]) if less else index
@@ -237,7 +237,7 @@ def _fuse(wait: Any, started: Any, sent: Sent) -> str:
         factors = None
         if weighted is not None:
             factors = call(graph, aten.view.default, weighted.weights, [-1, k])
-            if weighted.by_expert and k > 2:  # sums are in the order of experts
+            if weighted.by_expert and k > 2:  # sums are in expert order
                 in_order = graph.call_function(aten.sort.stable, (ids,), {"stable": True, "dim": 1})
                 in_order.meta["val"] = aten.sort.stable(ids.meta["val"], stable=True, dim=1)
                 ids = call(graph, getitem, in_order, 0)
@@ -261,7 +261,7 @@ def _fuse(wait: Any, started: Any, sent: Sent) -> str:
 
 
 def check_kind(rows: Any, result: Any, experts: int) -> None:
-    """Of what is sent and what comes back."""
+    """Checks the kinds of tensors that are sent and received."""
     value, given = rows.meta["val"], result.meta["val"]
     if value.is_cuda and experts > _MOST_EXPERTS:
         raise NotFused(f"there are {experts} experts, and a GPU counts at most {_MOST_EXPERTS}")
@@ -274,7 +274,7 @@ def check_kind(rows: Any, result: Any, experts: int) -> None:
 
 
 def most_of(sent: Sent, tokens: Any, k: int) -> tuple[int, int]:
-    """The most tokens of any rank and rows of any rank's experts, as ranks know them that send equally many slots."""
+    """The most tokens of any rank, and rows of any rank's experts, if ranks send equally many slots; else -1."""
     if not sent.slots:
         return -1, -1
     choices = sent.choices
@@ -296,7 +296,7 @@ def _operator(
 ) -> tuple[Any, Any]:
     w1, w3, w2 = weights
     name, experts = choices.group_name, choices.experts
-    plain = w3 is None and all(one.meta["val"].is_contiguous() for one in (w1, w2))  # or they would be copied
+    plain = w3 is None and all(one.meta["val"].is_contiguous() for one in (w1, w2))  # otherwise they would be copied
     if most[0] >= 0 and factors is not None and plain:
         target = torch.ops.ark.moe_layer.default
         made = call(graph, target, x, ids, factors, w1, w2, name, experts, activation, *most, False, 0)
@@ -306,7 +306,7 @@ def _operator(
 
 
 def weights_of(graph: Graph, network: Network, local: int) -> tuple[Node, Node | None, Node]:
-    """w1, w3 (or None: there is none, or it is the second half of w1) and w2, [experts, out, in] each."""
+    """w1, w3 (None if there is none or it is the second half of w1) and w2, each [experts, out, in]."""
     gate, down = _stacked(graph, network.gate, local), _stacked(graph, network.down, local)
     if network.factor is not None:
         return gate, _stacked(graph, network.factor, local), down
@@ -340,14 +340,14 @@ def _stacked(graph: Graph, weight: Any, local: int) -> Any:
 
 
 def untwisted(node: Any) -> Any:
-    """Without two transposes, one of the other."""
+    """Removes pairs of transposes that cancel."""
     while (once := turned(node)) is not None and (twice := turned(once)) is not None:
         node = twice
     return node
 
 
 def turned(node: Any) -> Any:
-    """What it is the transpose of, in its last two dimensions."""
+    """What the node transposes in its last two dimensions; else None."""
     last = node.meta["val"].dim() - 1
     if is_called(node, aten.t.default):
         return node.args[0]
@@ -363,7 +363,7 @@ def turned(node: Any) -> Any:
 
 
 def _forget_sizes(graph: Graph, follower: Follower, choices: Choices, sent: Any) -> None:
-    """Sizes of rows that are back are known; and what is asserted of counts is true of the operator's, too."""
+    """Sizes of received rows are known now, and assertions about counts hold for the operator's, too."""
     every = frozenset((SENT, e) for e in range(choices.experts))
     count: Any = sent.meta["val"].shape[0]
     for node in list(graph.nodes):
@@ -382,7 +382,8 @@ def _forget_sizes(graph: Graph, follower: Follower, choices: Choices, sent: Any)
 
 
 def _is_true(condition: Any, choices: Choices, every: Any, count: Any) -> bool:
-    """Of counts: they are 0 or more, no more than all together, and what is computed of their sum is known."""
+    """Whether a condition on counts holds: they are nonnegative, none exceeds their total, and what depends on the sum
+    is known."""
     if not is_called(condition, ge, le, equals) or len(condition.args) != 2:
         return False
     if _number(condition, choices, every, count) is True:
@@ -400,7 +401,7 @@ def _is_true(condition: Any, choices: Choices, every: Any, count: Any) -> bool:
 
 
 def _number(value: Any, choices: Choices, every: Any, count: Any) -> Any:
-    """What a number is for certain, or None: choices are `count` all together."""
+    """A number's certain value, or None. All choices together are `count`."""
     if not isinstance(value, Node):
         return value if isinstance(value, int) else None
     if choices.size(value) == every:
@@ -417,7 +418,7 @@ def _number(value: Any, choices: Choices, every: Any, count: Any) -> Any:
 
 
 def _total(parts: list[Any], choices: Choices, every: Any, count: Any) -> Any:
-    """Of numbers, or of a number times each of some that are all choices together."""
+    """The total of numbers, or of one number times each of some that together are all choices."""
     known = [_number(one, choices, every, count) for one in parts]
     if None not in known:
         return sum(known)
@@ -433,13 +434,13 @@ def _drop(graph: Graph, nodes: list[Node]) -> None:
     for node in nodes:
         if not node._erased:
             erase(node)
-    for node in reversed(list(graph.nodes)):  # pieces that nobody took, and views of what was replaced
+    for node in reversed(list(graph.nodes)):  # unused parts, and views of what was replaced
         if not node._erased and node.op == "call_function" and not node.users and not node.is_impure():
             erase(node)
 
 
 def _renew(graph: Graph) -> None:
-    """What nodes give whose sizes may be known now; what is asserted of them and true goes."""
+    """Recomputes nodes whose sizes may be known now, and removes assertions about them that are true."""
     for node in list(graph.nodes):
         before: Any = node.meta.get("val")
         numbers = isinstance(before, torch.SymInt | torch.SymBool) and node.target in (torch.sym_sum, *_ARITHMETIC)

@@ -1,10 +1,11 @@
-"""Mixtures of experts in graphs that train: forward and backward passes of slots' exchanges become ark's operators.
+"""Fuses mixtures of experts in training graphs: the forward and backward passes of slots' exchanges become ark's
+operators.
 
-A pass of Inductor over joint graphs, before they are cut into forward and backward. The forward part is found as in
-experts.py. The backward part is what autograd made of it: it begins where the gradient of the rows that came back is
-put into slots, and ends where that of the rows that were sent is taken out of them; everything in between is made of
-those gradients, of the forward part and of its weights alone, and leads to nothing but that end and the gradients of
-the weights. So it is replaced by the gradients that ark's operators have.
+It is an Inductor pass over joint graphs, before these are split into forward and backward. The forward part is found as
+in experts.py. The backward part, made by autograd, starts where the gradient of the received rows is put into slots,
+and ends where that of the sent rows is taken out of them. Everything in between depends only on those gradients, the
+forward part and its weights, and leads only to that end and to the gradients of the weights. So it is replaced by the
+gradients of ark's operators.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class FuseExperts(CustomGraphPass):  # type: ignore[misc]
 
 
 def fuse(graph: Graph, device: str = "cuda") -> list[str]:
-    """As experts.fuse, of a joint graph."""
+    """Like experts.fuse, for a joint graph."""
     told: list[str] = []
     if not any(node.op == "placeholder" and "tangents" in str(node.target) for node in graph.nodes):
         return told
@@ -124,7 +125,7 @@ def _fuse(graph: Graph, started: Any, sent: Any) -> str:
 
 
 def _tag(graph: Graph, before: Any, count: int, tag: str) -> None:
-    """The partitioner's own mark, on the nodes that were put before that one."""
+    """Sets the partitioner's own tag on the nodes inserted before that one."""
     node = before
     for _ in range(count):
         node = node.prev
@@ -132,7 +133,7 @@ def _tag(graph: Graph, before: Any, count: int, tag: str) -> None:
 
 
 class _Region:
-    """The backward part. `gradient` is that of the rows that came back, `end` makes that of the rows that were sent."""
+    """The backward part. `gradient` is that of the received rows; `end` computes that of the sent rows."""
 
     def __init__(self, graph: Graph, sent: Any, result: Any, network: Network) -> None:
         self._graph, self._network, self._local = graph, network, sent.choices.local
@@ -162,7 +163,7 @@ class _Region:
 
     @staticmethod
     def _puts(node: Any, sent: Any, result: Any) -> bool:
-        """Whether it puts gradients into the slots that rows are read from."""
+        """Whether the node puts gradients into the slots that rows are read from."""
         if not is_called(node, aten.index_put.default) or len(node.args) != 4 or node.args[3] is not True:
             return False
         read = result.args[1] if is_called(result, aten.index.Tensor) else [result.args[2]]
@@ -171,7 +172,7 @@ class _Region:
         return same(node.args[1], read) and is_full(base, 0) and base.meta["val"].shape == shape
 
     def _grow(self, backward: list[Any], ends: list[Any]) -> None:
-        """All that is made of gradients in slots, of the forward part and of its weights, and of nothing else."""
+        """Adds all nodes that depend only on gradients in slots, the forward part and its weights."""
         for node in backward:
             given = node.all_input_nodes
             if node in self.inside or node in ends or node.op == "output" or not given:
@@ -206,7 +207,7 @@ class _Region:
         return base, turned is not None
 
     def gradients(self) -> list[Any]:
-        """Of gate, factor and down: the number among the graph's results and whether it is [experts, out, in]."""
+        """For gate, factor and down: the index among the graph's results, and whether it is [experts, out, in]."""
         if self._network.halves is not None and not self._network.whole:
             raise NotFused("the second half of its first product goes through the activation")
         (results,) = (node for node in self._graph.nodes if node.op == "output")

@@ -1,4 +1,4 @@
-"""ark_torch.explain: what backend="ark" makes of a model, operator by operator."""
+"""ark_torch.explain: what backend="ark" does with a model, operator by operator."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def explain(
     training: bool = False,
     **kwargs: Any,
 ) -> Report:
-    """Compiles `model` for these arguments and says what runs where, and why.
+    """Compiles `model` for these arguments and reports what runs where, and why.
 
-    Inference is explained, as under torch.no_grad() and after model.eval(), whatever the caller's mode; training=True
-    explains a call with gradients instead. The model is called once, and everything is put back: buffers, parameters,
-    attributes, the arguments' contents, random number generators, and what torch._dynamo has compiled. Where it has
-    collectives, all ranks call explain. A compiled model is explained as it was before torch.compile.
+    Explains inference, as under torch.no_grad() and after model.eval(), whatever the caller's mode; training=True
+    explains a call with gradients instead. The model is called once, and everything is restored: buffers, parameters,
+    attributes, the arguments' contents, random number generators, and what torch._dynamo has compiled. If the model has
+    collectives, all ranks must call explain. A compiled model is explained as it was before torch.compile.
 
-    ark_options: as in torch.compile(backend="ark", options=...); InvalidOption names what is known.
-    target:      every region is planned for it as well ("sm_90a"), whether it is here or not. ValueError names those
-                 that are known.
+    ark_options: as in torch.compile(backend="ark", options=...); InvalidOption names the known ones.
+    target:      every region is also planned for this target ("sm_90a"), present or not. ValueError names the known
+    ones.
     """
     import torch
     from torch._dynamo.utils import counters
@@ -70,7 +70,7 @@ def explain(
             report.notes.append(IN_TRAINING_MODE)
         for module in unchanged.modules:
             module.training = module.training and training
-            module._compiled_call_impl = None  # of module.compile(): the model as it was before
+            module._compiled_call_impl = None  # set by module.compile(): explain the model as it was before
         before = Counter(counters["graph_break"])
         compile_apart(plain)(*args, **kwargs)
         report.graph_breaks = list((Counter(counters["graph_break"]) - before).elements())

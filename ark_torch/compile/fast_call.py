@@ -1,9 +1,9 @@
-"""Calls that go from torch._dynamo straight to a region, past AOTAutograd's wrappers.
+"""Calls that go from torch._dynamo straight to a region, without AOTAutograd's wrappers.
 
-The wrappers unwrap subclasses, replay aliases and updates, put tokens in, and count versions: for 180 arguments some 40
-us a call. Where a graph is one region whose arguments are the call's, in the same order, and AOTAutograd's own record
-says that none of this is needed, the call is the region's (which counts versions itself). Everything that the record
-depends on is guarded by torch._dynamo: the modes of gradients and autocast, types and sizes.
+The wrappers unwrap subclasses, replay aliases and updates, insert tokens, and count versions, which takes about 40 us
+per call with 180 arguments. If a graph is one region whose arguments are the call's, in the same order, and
+AOTAutograd's own record says that none of this is needed, the region is called directly (it counts versions itself).
+torch._dynamo guards everything that the record depends on: the modes of gradients and autocast, types and sizes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ark_torch.compile.report import log
 
 
 class Way:
-    """What the compiler of one inference graph leaves behind, while AOTAutograd's record is at hand."""
+    """What the compilation of one inference graph keeps of AOTAutograd's record."""
 
     def __init__(self, inputs: Sequence[Any]) -> None:
         self.arguments = len(inputs)
@@ -53,16 +53,16 @@ class Way:
 
 
 def is_open(ways: Sequence[Way], example_inputs: Sequence[Any]) -> bool:
-    """Whether a graph that turns out to be one region, with the call's arguments, is called without AOTAutograd."""
+    """Whether a graph that turns out to be one region, with the call's arguments, may be called without AOTAutograd."""
     try:
         return len(ways) == 1 and ways[0].needs_no_wrapper(example_inputs)
-    except AttributeError as error:  # the record is AOTAutograd's own affair, and another version's may differ
+    except AttributeError as error:  # AOTAutograd's record is private and may differ in other versions
         log.debug("calls go through AOTAutograd's wrappers: %s", error)
         return False
 
 
 def around(captured: Callable[..., Any], assembled: Callable[..., Any], is_open: bool) -> Callable[..., Any]:
-    """`captured`, or a quicker function that gives the same; `assembled` is what it calls."""
+    """Returns `captured`, or a faster function with the same result; `assembled` is what it calls."""
     function = getattr(getattr(assembled, "runs", None), "function", None) if is_open else None
-    # What is called where arguments are not plain: it waits for an AsyncCollectiveTensor, say.
+    # `captured` handles arguments that are not plain: it waits for an AsyncCollectiveTensor, for example.
     return function(captured) if function is not None else captured

@@ -1,4 +1,4 @@
-"""What passes that put one operator in the place of several share (products.py, embeddings.py)."""
+"""Helpers of the passes that replace several operators by one (products.py, embeddings.py)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 class NotFused(Exception):
-    """It stays as it is; the text says why."""
+    """The operators stay unchanged; the message says why."""
 
 
 def call(graph: Graph, target: Any, *args: Any) -> Node:
-    """A node, with what it gives."""
+    """Adds a node and computes its value."""
     node: Node = graph.call_function(target, args)
     given = map_arg(args, lambda one: one.meta["val"])
     node.meta["val"] = target(*given)
@@ -25,7 +25,7 @@ def call(graph: Graph, target: Any, *args: Any) -> Node:
 
 
 def erase(node: Node) -> None:
-    """What nobody reads any more, up to what somebody does."""
+    """Erases a node without users, and its inputs that become unused."""
     if node.op != "call_function" or node.users or node._erased:
         return
     given = node.all_input_nodes
@@ -47,7 +47,7 @@ def shape_of(node: Node) -> tuple[int, ...]:
 
 
 def inherit(node: Node, other: Node) -> None:
-    """Where it comes from, for people."""
+    """Copies another node's origin, for messages."""
     for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten"):
         if key in other.meta:
             node.meta[key] = other.meta[key]

@@ -1,11 +1,11 @@
-"""Updates of inputs become writes in place again.
+"""Turns functional updates of inputs into in-place writes again.
 
-AOTAutograd's graphs are functional: a KV cache comes out as `new = index_copy(cache, ...)`, with `copy_(cache, new)` at
-the end. Run as it stands, each step would copy the whole cache twice. Where nobody reads the old contents after the
-update, the update may write the cache itself, and the copy goes.
+AOTAutograd's graphs are functional: a KV cache becomes `new = index_copy(cache, ...)`, with `copy_(cache, new)` at the
+end. Run like that, each step would copy the whole cache twice. If nothing reads the old contents after the update, the
+update may write the cache itself, and the copy is dropped.
 
-index_put, index_copy, index_add, scatter and scatter_add become their forms in place, slice_scatter and select_scatter
-become copy_ into a slice of the input. Inductor makes the same of them, so a piece that falls back may hold them.
+index_put, index_copy, index_add, scatter and scatter_add become their in-place forms, slice_scatter and select_scatter
+become copy_ into a slice of the input. Inductor does the same, so a piece that falls back may contain them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SCATTERS = frozenset({*_BY_INDEX, *_SCATTER_VIEWS})
 
 
 def restore(graph_module: GraphModule) -> int:
-    """Rewrites the graph; how many of the copies at its end are gone."""
+    """Rewrites the graph. Returns the number of copies dropped at its end."""
     graph = graph_module.graph
     simplified, gone = _simplify(graph_module), 0
     for copy in [n for n in graph.nodes if n.target is aten.copy_.default]:
@@ -52,7 +52,8 @@ def restore(graph_module: GraphModule) -> int:
 
 
 def _simplify(graph_module: GraphModule) -> int:
-    """`x[1:3] += y` leaves a copy of the part over itself, and a part put back where it was read: both are nothing."""
+    """`x[1:3] += y` leaves a copy of the part over itself, and a part written back to where it was read: removes
+    both."""
     gone = 0
     for node in list(graph_module.graph.nodes):
         same: object = None
@@ -73,12 +74,12 @@ def _simplify(graph_module: GraphModule) -> int:
 
 
 def _returned(node: Node) -> bool:
-    """The caller gets it or a view of it, so that it may not become a part of another tensor."""
+    """Whether the caller gets the node or a view of it, so that it may not become part of another tensor."""
     return any(user.op == "output" or (is_view(user) and _returned(user)) for user in node.users)
 
 
 def _chain(target: Node, last: Node) -> list[Node]:
-    """The updates that lead from the input to its new contents, in order; empty when something else is between."""
+    """The updates that lead from the input to its new contents, in order; empty if anything else is in between."""
     updates: list[Node] = []
     node = last
     while node is not target:
@@ -91,23 +92,23 @@ def _chain(target: Node, last: Node) -> list[Node]:
 
 
 def _unobserved(graph_module: GraphModule, target: Node, updates: list[Node], copy: Node) -> bool:
-    """No node reads a state of the input that a later update has overwritten by then."""
+    """Whether no node reads a state of the input that a later update has overwritten by then."""
     position = {node: i for i, node in enumerate(graph_module.graph.nodes)}
     states = [target, *updates]
     for state, update in zip(states, updates, strict=False):
         if any(position[reader] >= position[update] and reader not in (update, copy) for reader in _readers(state)):
             return False
-        # The new elements may be read from the input itself: x[1:] = x[:-1] needs a copy between.
+        # The new elements may be read from the input itself: x[1:] = x[:-1] needs a copy in between.
         for argument in update.all_input_nodes:
             if argument is not state and root_of(argument) is target:
                 return False
-    # A write through one expanded element would reach many.
+    # A write through one expanded element would change many.
     value = target.meta["val"]
     return not any(stride == 0 and length > 1 for length, stride in zip(value.shape, value.stride(), strict=True))
 
 
 def _readers(node: Node) -> set[Node]:
-    """Those that read a node's elements, through views too."""
+    """The nodes that read a node's elements, also through views."""
     readers: set[Node] = set()
     for user in node.users:
         if is_view(user):

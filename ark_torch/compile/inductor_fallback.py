@@ -1,8 +1,8 @@
-"""Pieces that ark does not run: through Inductor, or node by node (fx.Interpreter) where Inductor cannot.
+"""Runs the pieces that ark does not: with Inductor, or node by node (fx.Interpreter) where Inductor cannot.
 
-The only file that knows Inductor. compile_fx_inner takes ATen graphs as they are, without a second AOTAutograd; two
-things of its own surroundings have to be made here: what it notes about output strides in the tracing context, and that
-its results keep the strides of the graph, because the next piece was compiled for them.
+This is the only file that knows Inductor. compile_fx_inner takes ATen graphs without a second AOTAutograd; two parts of
+its environment must be provided here: what it records about output strides in the tracing context, and that its results
+keep the graph's strides, since the next piece was compiled for them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
 def whole(graph_module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """A graph of torch._dynamo, as backend="inductor" would compile it, but for eager_values. It may be changed."""
+    """Compiles a graph of torch._dynamo like backend="inductor", except for eager_values. May modify the graph."""
     from torch._inductor.compile_fx import compile_fx
 
     graphs = [one for one in graph_module.modules() if isinstance(one, GraphModule)]
@@ -35,20 +35,20 @@ def whole(graph_module: GraphModule, example_inputs: Sequence[Any]) -> Callable[
 
 
 def copy_of(graph_module: GraphModule) -> GraphModule:
-    """A graph of torch._dynamo for somebody who changes it, as Inductor does."""
+    """A copy of a graph of torch._dynamo for someone who modifies it, as Inductor does."""
     copied = GraphModule(graph_module, _copy(graph_module.graph), graph_module.__class__.__name__)
     copied.meta.update(graph_module.meta)
     for name in ("_param_name_to_source", "_source_to_user_stacks"):
         if hasattr(graph_module, name):
             setattr(copied, name, getattr(graph_module, name))
     for node, copy in zip(graph_module.graph.nodes, copied.graph.nodes, strict=True):
-        if hasattr(node, "_dynamo_source"):  # no part of a node's meta (PyTorch issue 141640)
+        if hasattr(node, "_dynamo_source"):  # not part of a node's meta (PyTorch issue 141640)
             copy._dynamo_source = node._dynamo_source
     return copied
 
 
 def _patches() -> dict[str, Any] | None:
-    """Products and collectives become one operator in Inductor's graphs, too, those of backward passes included."""
+    """Patches that fuse products and collectives in Inductor's graphs too, including those of backward passes."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
     from ark_torch.compile.experts_training import FuseExperts
@@ -59,8 +59,8 @@ def _patches() -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def between_calls() -> Iterator[bool]:
-    """As torch._dynamo surrounds what it compiles, for what is compiled at another time. False: another thread
-    compiles, and now is not the time."""
+    """The environment in which torch._dynamo compiles, for compilation at another time. False: another thread compiles,
+    so now is not possible."""
     from torch._dynamo.convert_frame import compile_lock
     from torch._dynamo.utils import preserve_rng_state
     from torch.utils._python_dispatch import _disable_current_modes
@@ -82,7 +82,7 @@ def extract(owner: GraphModule, nodes: Sequence[Node], results: Sequence[Node]) 
     made: dict[Node, Node] = {}
     arguments: list[Node] = []
     inside = frozenset(nodes)
-    # Placeholders come first: what lies outside is found before anything is copied.
+    # Placeholders come first, so external nodes are found before anything is copied.
     for root in roots_read(nodes, results):
         if root.op != "get_attr" and analysis.producer_of(root) not in inside and not analysis.is_constant(root):
             made[root] = graph.placeholder(root.name)
@@ -91,7 +91,7 @@ def extract(owner: GraphModule, nodes: Sequence[Node], results: Sequence[Node]) 
 
     def copy_of(node: Node) -> Node:
         if node not in inside and not analysis.is_free(node):
-            # An update in place that another piece makes: here it is the tensor that it wrote.
+            # An in-place update by another piece: here it is the tensor that was written.
             base = analysis.base_of(node)
             if base is not None:
                 return copy_of(base)
@@ -158,7 +158,7 @@ def compile_piece(piece: GraphModule, static: Sequence[int]) -> tuple[Boxed, str
 
 
 def interpreted(piece: GraphModule) -> Boxed:
-    """The piece node by node."""
+    """Runs the piece node by node."""
     interpreter = Interpreter(piece)
 
     def run(inputs: list[Any]) -> Sequence[Any]:
@@ -169,8 +169,8 @@ def interpreted(piece: GraphModule) -> Boxed:
 
 
 def keep_apart(run: Boxed, written: Sequence[int]) -> Boxed:
-    """Inductor may return a part of an argument where the graph has a copy of it. That is a copy again here for the
-    arguments that the graph writes somewhere (their positions are `written`), or a later write would change it."""
+    """Inductor may return part of an argument where the graph has a copy of it. For arguments that the graph writes
+    somewhere (at positions `written`) this copies it again, since a later write would change the result."""
 
     def apart(inputs: list[Any]) -> Sequence[Any]:
         held = {inputs[i].untyped_storage()._cdata for i in written}
@@ -184,7 +184,7 @@ def keep_apart(run: Boxed, written: Sequence[int]) -> Boxed:
 
 
 def _copy(graph: Graph) -> Graph:
-    """Passes rewrite a graph; the one that Interpreter may need stays as it is."""
+    """Copies a graph for passes to rewrite; Interpreter may need the original."""
     copied = Graph()
     nodes: dict[Node, Node] = {}
     for node in graph.nodes:

@@ -1,7 +1,5 @@
-"""products.py, embeddings.py and experts.py as a pass of Inductor over graphs that it compiles whole.
-
-Those are graphs that train, forward and backward, and those in which nothing is left for a loop kernel.
-"""
+"""products.py, embeddings.py and experts.py as an Inductor pass over graphs that it compiles whole: training graphs,
+forward and backward, and those with nothing left for a loop kernel."""
 
 from __future__ import annotations
 

@@ -1,12 +1,9 @@
-"""The lowered graph as Python holds it until it is handed to C++ (csrc/compiler/graph/graph.hpp says what each part
-means).
+"""The lowered graph in Python, before it is passed to C++ (csrc/compiler/graph/graph.hpp defines each part).
 
-It is kept here first because three things are known only when a region is lowered whole: which buffers turn out to be
-results, how far into each buffer its values reach, and which nodes nobody reads. `emit` then makes the C++ graph;
-`text` is the canonical form that choices are remembered under.
-
-Values have versions: after a write to a buffer, reading the same strides again makes a new Value, so that every Value
-is written at most once and its readers are those that come after that write.
+Three things are known only once a region is fully lowered: which buffers are results, how far into each buffer its
+values reach, and which nodes have no reader. `emit` then makes the C++ graph; `text` is the canonical form under which
+choices are remembered. Values have versions: after a write to a buffer, reading the same strides again makes a new
+Value, so every Value is written at most once, and its readers are those after that write.
 """
 
 from __future__ import annotations
@@ -24,17 +21,17 @@ SCALAR_TYPES = {
     torch.int32: ("int32", 4),
     torch.bool: ("bool", 1),
 }
-# Of weights that products read as codes, and nothing else does.
+# Types of weights that products read as codes; nothing else does.
 CODE_TYPES = {torch.int8: ("int8", 1), torch.uint8: ("uint8", 1), torch.float8_e4m3fn: ("float8_e4m3fn", 1)}
 
 
 def scalar_type(dtype: torch.dtype) -> tuple[str, int]:
-    """Its name and its bytes."""
+    """The type's name and size in bytes."""
     return SCALAR_TYPES[dtype] if dtype in SCALAR_TYPES else CODE_TYPES[dtype]
 
 
 class Unsupported(Exception):
-    """Why a node cannot be lowered; the text is shown to users."""
+    """Why a node cannot be lowered; the message is shown to users."""
 
 
 class Strided(NamedTuple):
@@ -52,14 +49,14 @@ class Strided(NamedTuple):
         return self.offset + 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
 
     def same_place(self, other: Strided) -> bool:
-        """Same elements in the same order; strides of dimensions of length 1 do not matter."""
+        """Whether both have the same elements in the same order; strides of dimensions of length 1 are ignored."""
         return self._replace(strides=self._canonical()) == other._replace(strides=other._canonical())
 
     def _canonical(self) -> tuple[int, ...]:
         return tuple(0 if n == 1 else s for n, s in zip(self.shape, self.strides, strict=True))
 
     def spans_densely(self) -> bool:
-        """True when the view is all of its elements' extent, each element once."""
+        """Whether the view covers its whole extent, each element once."""
         expected = 1
         dimensions = sorted((s, n) for n, s in zip(self.shape, self.strides, strict=True) if n > 1)
         for stride, length in dimensions:
@@ -69,7 +66,7 @@ class Strided(NamedTuple):
         return True
 
     def may_overlap_itself(self) -> bool:
-        """False where every element certainly lies in a place of its own."""
+        """Returns False only if all elements certainly have different addresses."""
         reach = 0
         for stride, length in sorted((s, n) for s, n in zip(self.strides, self.shape, strict=True) if n > 1):
             if stride <= reach:
@@ -112,29 +109,29 @@ class LoweredGraph:
     buffers: list[Buffer] = field(default_factory=list)
     values: list[Operand] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
-    arguments: list[int] = field(default_factory=list)  # values that are the region's inputs, in their order
+    arguments: list[int] = field(default_factory=list)  # values that are the region's inputs, in order
     groups: list[str] = field(default_factory=list)  # names of the groups whose collectives are among the nodes
-    results: list[int] = field(default_factory=list)  # values, in order of the region's outputs
+    results: list[int] = field(default_factory=list)  # values, in the order of the region's outputs
     _known: dict[tuple[Operand, int], int] = field(default_factory=dict)
-    _writes: dict[int, int] = field(default_factory=dict)  # of each buffer
+    _writes: dict[int, int] = field(default_factory=dict)  # per buffer
 
     def add_buffer(self, buffer: Buffer) -> int:
         self.buffers.append(buffer)
         return len(self.buffers) - 1
 
     def read(self, operand: Operand) -> int:
-        """The Value to read `operand` by, as of now."""
+        """The Value for reading `operand` at this point."""
         version = self._writes.get(operand.buffer, 0) if isinstance(operand, Strided) else 0
         if isinstance(operand, Literal):
             operand = operand._replace(shape=())
         key = (operand, version)
-        # 0.0 and -0.0, 1 and True are equal as keys and are not the same literal.
+        # 0.0 and -0.0, or 1 and True, are equal as keys but different literals.
         if isinstance(operand, Literal) or key not in self._known:
             self._known[key] = self._add(operand)
         return self._known[key]
 
     def version(self, buffer: int) -> int:
-        """How often it has been written so far."""
+        """The number of writes so far."""
         return self._writes.get(buffer, 0)
 
     def write(self, target: Strided) -> int:
@@ -158,7 +155,7 @@ class LoweredGraph:
         return operand.buffer if isinstance(operand, Strided) else -1
 
     def drop_unread(self) -> None:
-        """Removes nodes that write only temporaries that nothing reads any more."""
+        """Removes nodes that only write temporaries which nothing reads."""
         needed: set[int] = set()
         kept: list[Node] = []
         for node in reversed(self.nodes):
@@ -170,7 +167,7 @@ class LoweredGraph:
         self.nodes = kept[::-1]
 
     def _used(self) -> tuple[dict[int, int], dict[int, int]]:
-        """New numbers of the buffers and values that are in use, inputs and outputs always among them."""
+        """New numbers of the buffers and values in use, which always include inputs and outputs."""
         values: set[int] = {*self.arguments, *self.results}
         for node in self.nodes:
             values.update(node.inputs, node.outputs)
@@ -179,7 +176,7 @@ class LoweredGraph:
         return {b: i for i, b in enumerate(kept)}, {v: i for i, v in enumerate(sorted(values))}
 
     def emit(self, graph: Any) -> None:
-        """Fills in a C++ graph (or a double of it)."""
+        """Fills in a C++ graph (or a test double)."""
         buffers, values = self._used()
         for number in buffers:
             b = self.buffers[number]

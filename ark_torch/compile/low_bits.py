@@ -1,10 +1,10 @@
-"""Products with coded weights: which operators of a graph decode a weight, and what the weight is before.
+"""Products with quantized weights: which operators of a graph decode a weight, and what it is before.
 
-A weight of int8, float8 or 4 bits is decoded by ordinary operators (a conversion, a zero that is subtracted, a scale
-that is multiplied, views in whatever order), and a product reads the result. mark() follows these from each product
-back to the codes. Where all of it is understood, the decoding operators become *free*, as views are (analysis.py): they
-belong to no region, the product's lowering reads the codes themselves, and a piece that goes to Inductor has the
-operators as they were. Hand-written modules and torchao's tensor subclasses come out of one rule.
+Ordinary operators decode a weight of int8, float8 or 4 bits (a conversion, subtraction of a zero, multiplication by a
+scale, views in any order), and a product reads the result. mark() follows these from each product back to the codes. If
+it understands all of them, they become *free*, like views (analysis.py): they belong to no region, the product's
+lowering reads the codes itself, and a piece that goes to Inductor keeps the operators. One rule covers hand-written
+modules and torchao's tensor subclasses.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ark_torch.compile.decoding import Decoded, Factor, Leaf, NotTaken, follow, 
 from ark_torch.compile.ir import Strided, Unsupported
 
 MOST_ROWS = 16  # on a GPU: kTensorRows of kernels/cuda/loop
-GROUPS = 32  # groups are of a multiple of so many
+GROUPS = 32  # the size of a group is a multiple of this
 CODES = {torch.int8: "int8", torch.uint8: "int4", torch.float8_e4m3fn: "float8"}
 PACKED = aten._weight_int4pack_mm_for_cpu.default
-_WEIGHT = "ark_weight"  # in a product's: its weight
+_WEIGHT = "ark_weight"  # key in a product's meta: its weight
 
 
 @dataclass(frozen=True)
 class Weight:
-    """Of a product, [depth, columns]. Strides of scale and zero: [groups, columns]."""
+    """A product's weight, [depth, columns]. Strides of scale and zero: [groups, columns]."""
 
     codes: Strided  # of bytes
     decoded: Decoded
@@ -37,7 +37,7 @@ class Weight:
     groups: int
     scale: tuple[int, int]
     zero: tuple[int, int]
-    behind: bool = False  # what it has no scale for is scaled behind the product
+    behind: bool = False  # if it has no scale: scaled after the product
 
     def __str__(self) -> str:
         of = self.decoded
@@ -55,8 +55,8 @@ def weight_of(product: Node) -> Weight | None:
 
 
 def mark(graph: Graph) -> list[str]:
-    """Marks products and what decodes their weights; says how many of each form there are, and why others are not
-    taken."""
+    """Marks products and the operators that decode their weights. Returns how many there are of each form, and why
+    others are not fused."""
     told: Counter[str] = Counter()
     found: dict[Node, Weight] = {}
     coded: dict[Node, bool] = {}
@@ -75,7 +75,7 @@ def mark(graph: Graph) -> list[str]:
             told[f"a product of coded weights is not ark's: {reason}"] += 1
     chains = {product: _chain(product.args[-1]) for product in found}  # type: ignore[arg-type]
     written = {root for node in graph.nodes for root in analysis.written_roots(node)}
-    # What others read as well has to be computed after all, and what is written has an order.
+    # A value with other readers must be computed anyway, and a written one has an order.
     while others := _with_other_readers(chains, written):
         for product in others:
             del chains[product]
@@ -90,8 +90,8 @@ def mark(graph: Graph) -> list[str]:
 
 
 def packed(product: Node) -> Weight:
-    """Of PyTorch's own operator for CPUs, which torchao calls: its packing differs from one instruction set to another,
-    and is 64 or 32 columns side by side where there are vectors for it."""
+    """The weight of PyTorch's own operator for CPUs, which torchao calls. Its packing depends on the instruction set:
+    64 or 32 columns side by side with vectors."""
     _, codes, group, scales = product.args
     value, scale = leaf_of(codes), leaf_of(scales)
     block = {"AVX512": 64, "AVX2": 32}.get(torch.backends.cpu.get_cpu_capability(), 0)
@@ -113,7 +113,7 @@ def packed(product: Node) -> Weight:
 
 
 def _chain(weight: Node) -> list[Node]:
-    """The operators between codes and what a product reads; views are free as they are."""
+    """The operators between the codes and what a product reads; views are free anyway."""
     chain: dict[Node, None] = {}
 
     def visit(node: Node) -> None:
@@ -131,7 +131,7 @@ def _with_other_readers(chains: dict[Node, list[Node]], written: set[Node]) -> l
     known = {one for chain in chains.values() for one in chain}
 
     def read_elsewhere(node: Node) -> bool:
-        if analysis.is_source(analysis.root_of(node)):  # a view of what the graph is given, whoever reads it
+        if analysis.is_source(analysis.root_of(node)):  # a view of a graph input, whoever reads it
             return analysis.root_of(node) in written
         return any(user not in known and (user not in chains or node is not user.args[-1]) for user in node.users)
 
@@ -159,7 +159,7 @@ def weight_of_product(product: Node) -> Weight:
 
 
 def _is_scaled(product: Node) -> bool:
-    """Whether numbers of channels are multiplied behind it (operators/dequantized.py)."""
+    """Whether the product is followed by a multiplication with per-channel numbers (operators/dequantized.py)."""
     while len(product.users) == 1:
         [user] = product.users
         if user.target is aten.mul.Tensor:

@@ -1,11 +1,9 @@
-"""From FX nodes to the lowered graph: what an operator's lowering is written with, and the walk over a region.
+"""Lowers FX nodes to the lowered graph: the tools for operators' lowerings, and the walk over a region.
 
-A lowering is a function of (Lowering, node) that returns the node's Operand (or several, for an operator with several
-results), registered with @lowers(overload, ...). It raises Unsupported with the reason where it cannot. The same
-function answers the question whether a node is supported: it is run on a throw-away Lowering that takes every argument
-as an input (`reason_against`), so that the answer and the act cannot differ.
-
-Views are not lowered: `operand` works out where they lie (views.py).
+A lowering is a function of (Lowering, node) that returns the node's Operand (or several, for several results),
+registered with @lowers(overload, ...). It raises Unsupported with the reason if it cannot. The same function decides
+whether a node is supported: `reason_against` runs it on a throw-away Lowering that takes every argument as an input, so
+the decision always matches. Views are not lowered: `operand` computes their positions (views.py).
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from ark_torch.compile.views import view_of
 CPU = torch.device("cpu")
 Rule = Callable[["Lowering", Node], Operand | tuple[Operand | None, ...]]
 RULES: dict[Any, Rule] = {}
-# Of operators that another library registers, which need not be there: by their qualified name.
+# Rules for operators of other libraries, which may be absent, by qualified name.
 NAMED_RULES: dict[str, Rule] = {}
 
 
@@ -44,7 +42,7 @@ RuleType = TypeVar("RuleType", bound=Rule)
 
 
 def lowers(*overloads: Any) -> Callable[[RuleType], RuleType]:
-    """Makes a function the lowering of these ATen overloads."""
+    """Registers a function as the lowering of these ATen overloads."""
 
     def register(rule: RuleType) -> RuleType:
         for overload in overloads:
@@ -63,8 +61,8 @@ def rule_of(target: Any) -> Rule | None:
 
 
 def check_tensor(tensor: torch.Tensor, device: torch.device | None, codes: bool = False) -> None:
-    """Raises Unsupported for what no value of the graph can be; device None: what has no memory may be anywhere.
-    `codes`: it may be what a product decodes."""
+    """Raises Unsupported for a tensor that cannot be a value of the graph; device None: tensors without memory may be
+    anywhere. `codes`: it may be what a product decodes."""
     if tensor.layout != torch.strided:
         raise Unsupported(f"a tensor of layout {tensor.layout}")
     if type(tensor.numel()) is not int or any(type(n) is not int for n in (*tensor.shape, *tensor.stride())):
@@ -80,7 +78,7 @@ def check_tensor(tensor: torch.Tensor, device: torch.device | None, codes: bool 
 
 
 def check_apart(target: Strided) -> None:
-    """Raises Unsupported for a target of which two elements may be one: what is written is undefined."""
+    """Raises Unsupported if two elements of the target may share an address, as the result of a write is undefined."""
     span = 1
     for stride, length in sorted((s, n) for n, s in zip(target.shape, target.strides, strict=True) if n > 1):
         if stride < span:
@@ -97,7 +95,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 class Lowering:
-    """One region (or one node, to find out whether it can be)."""
+    """Lowers one region (or one node, to find out whether it can)."""
 
     def __init__(
         self,
@@ -107,19 +105,19 @@ class Lowering:
     ) -> None:
         self.graph = LoweredGraph()
         self.device = device
-        self.inputs: list[Node] = []  # roots, in order of the region's arguments
-        self.outputs: list[Node] = []  # roots, in order of the region's results
+        self.inputs: list[Node] = []  # roots, in the order of the region's arguments
+        self.outputs: list[Node] = []  # roots, in the order of the region's results
         self._operands: dict[Node, Any] = {}
         self._parameters = set(parameters)
         self.mutated = frozenset(mutated)  # roots that the whole graph writes somewhere
         self._origin = ""
         self._members: frozenset[Node] = frozenset()
-        self.notes: dict[str, dict[Any, Any]] = {}  # what lowerings remember within a region
+        self.notes: dict[str, dict[Any, Any]] = {}  # state that lowerings keep within a region
 
-    # The walk.
+    # ---- The walk
 
     def run(self, nodes: Sequence[Node], results: Sequence[Node]) -> None:
-        """Lowers a region's nodes in order; `results` are the roots that others need of it."""
+        """Lowers a region's nodes in order; `results` are the roots that others need."""
         self._members = frozenset(nodes)
         for node in nodes:
             self.lower(node)
@@ -147,15 +145,15 @@ class Lowering:
         self.graph.results.append(self.graph.read(operand))
 
     def _is_whole_temporary(self, operand: Strided) -> bool:
-        """Not a part of one either: a result's tensor is as large as its value."""
+        """Whether the operand is a whole temporary, not a part of one: a result's tensor is as large as its value."""
         buffer = self.graph.buffers[operand.buffer]
         size = math.prod(operand.shape) * SCALAR_TYPES[operand.dtype][1]
         return buffer.kind == "temporary" and operand.offset == 0 and operand.spans_densely() and size == buffer.bytes
 
-    # Operands of nodes.
+    # ---- Operands of nodes
 
     def is_member(self, node: Node) -> bool:
-        """True for a node of the region itself that has been lowered."""
+        """Whether the node belongs to the region and has been lowered."""
         return node in self._members and node in self._operands
 
     def operand(self, argument: Any) -> Operand:
@@ -187,7 +185,7 @@ class Lowering:
         return self._input(node) if base is None else self.operand(base)
 
     def source(self, node: Node) -> Strided:
-        """What the graph is given, codes too."""
+        """A tensor given to the graph, including codes."""
         if node not in self._operands:
             self._operands[node] = self._input(node, codes=True)
         return cast(Strided, self._operands[node])
@@ -225,8 +223,8 @@ class Lowering:
         return view_of(node.target, base, arguments, node.kwargs)
 
     def _from_the_root(self, node: Node, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """as_strided's offset counts from the beginning of the storage; here from that of the root's buffer, in which
-        the root may lie anywhere: a copy that nobody can tell from its source is none."""
+        """as_strided's offset counts from the start of the storage; this counts from the start of the root's buffer,
+        which may be anywhere in it, since a copy equal to its source is dropped."""
         root = analysis.root_of(node)
         if analysis.is_source(root):
             raise Unsupported("as_strided of an argument, whose place in its storage may change from call to call")
@@ -270,10 +268,10 @@ class Lowering:
             raise Unsupported(f"the integer {value}, which a literal does not hold")
         return value
 
-    # What lowerings make.
+    # ---- What lowerings make
 
     def result(self, node: Node, index: int | None = None) -> Strided:
-        """A fresh buffer for a node's result, as PyTorch would lay it out."""
+        """A new buffer for a node's result, with PyTorch's layout."""
         value = node.meta["val"] if index is None else node.meta["val"][index]
         check_tensor(value, self.device)
         operand = Strided(-1, value.dtype, tuple(value.shape), tuple(value.stride()), 0)
@@ -295,7 +293,7 @@ class Lowering:
         return out
 
     def group(self, name: str) -> int:
-        """The number of a process group among the region's."""
+        """The number of a process group in the region."""
         if name not in self.graph.groups:
             self.graph.groups.append(name)
         return self.graph.groups.index(name)
@@ -303,7 +301,7 @@ class Lowering:
     def pointwise(
         self, op: str, *inputs: Operand, dtype: torch.dtype = torch.float32, out: Strided | None = None
     ) -> Strided:
-        """Into `out`, or into a fresh value of `dtype` and of the shape that the inputs broadcast to."""
+        """Writes into `out`, or into a new value of `dtype` with the shape that the inputs broadcast to."""
         if out is None:
             out = self.fresh(
                 dtype,
@@ -312,7 +310,7 @@ class Lowering:
         return self.node(op, inputs, out)
 
     def copy(self, source: Operand, out: Strided) -> Strided:
-        """Same type: copy; another: cast, which rounds."""
+        """Copies if the types are equal, else casts, which rounds."""
         return self.node("copy" if source.dtype == out.dtype else "cast", [source], out)
 
     def cast(self, source: Operand, dtype: torch.dtype) -> Operand:
@@ -323,7 +321,7 @@ class Lowering:
         return self.copy(source, self.fresh(dtype, source.shape))
 
     def stored(self, operand: Operand) -> Strided:
-        """For operators that read memory: a literal is written out first."""
+        """For operators that read memory: writes out a literal first."""
         return operand if isinstance(operand, Strided) else self.copy(operand, self.fresh(operand.dtype, operand.shape))
 
     def expand(self, operand: Operand, shape: Sequence[int]) -> Operand:
@@ -347,7 +345,7 @@ def _no_tensor(node: Node) -> Any:
 
 
 def _results(node: Node) -> list[torch.Tensor]:
-    """Of several, those that somebody reads: others may be anything, empty as well."""
+    """The results that are read, if there are several: others may be anything, even empty."""
     value = node.meta.get("val")
     if not isinstance(value, tuple | list):
         return [value] if isinstance(value, torch.Tensor) else []
@@ -356,7 +354,7 @@ def _results(node: Node) -> list[torch.Tensor]:
 
 
 def reason_against(node: Node, mutated: Iterable[Node] = (), device: torch.device = CPU) -> str | None:
-    """None for a node that can be lowered, or why it cannot."""
+    """Why a node cannot be lowered; None if it can."""
     from ark_torch.compile import operators  # registers the rules
 
     del operators
@@ -368,7 +366,7 @@ def reason_against(node: Node, mutated: Iterable[Node] = (), device: torch.devic
                 trial.operand(user)
     except Unsupported as reason:
         return str(reason)
-    except Exception as error:  # a mistake of ours: this operator falls back, not the graph
+    except Exception as error:  # a defect of ark: this operator falls back, not the graph
         log.debug("the lowering of %s failed", node.target, exc_info=True)
         return f"its lowering failed ({type(error).__name__}: {error})"
     return None

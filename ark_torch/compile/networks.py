@@ -1,9 +1,9 @@
 """What experts compute, as a tree, and whether that is a feed-forward network.
 
-A tree says what is done with each row: `("in",)`, `("mm", weight, rows, dtype)`, `("part", rows, number)` of the two
-halves of columns, and `("op", target, args, kwargs)` for all else. A weight is `("all", node)`, [experts, in, out], or
-`("each", ((expert, node), ...))`, [in, out] of each. Activations are compared with what PyTorch's own become when they
-are traced with the same decompositions, so that every rounding in them is the same.
+A tree describes the computation on each row: `("in",)`, `("mm", weight, rows, dtype)`, `("part", rows, number)` for one
+of two halves of columns, and `("op", target, args, kwargs)` for everything else. A weight is `("all", node)`, [experts,
+in, out], or `("each", ((expert, node), ...))`, [in, out] each. Activations are compared with PyTorch's own, traced with
+the same decompositions, so that all their roundings are the same.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _ACTIVATIONS = {
 
 class Network(NamedTuple):
     activation: str
-    gate: Any  # the weight of what goes through the activation: [in, out] of each expert
-    factor: Any  # of what it is multiplied by, or None
+    gate: Any  # the weight of the activated half: [in, out] per expert
+    factor: Any  # the weight of what multiplies it, or None
     whole: bool  # both are one weight, the gate first
     down: Any
     halves: tuple[int, int] | None  # both are one weight: which half is which
 
 
 def merged(trees: list[Any]) -> Any:
-    """One of trees that differ only in the experts whose weights they have."""
+    """Merges trees that differ only in the experts whose weights they use."""
     first = trees[0]
     if all(tree == first for tree in trees):
         return first
@@ -86,7 +86,7 @@ def network_of(tree: Tree) -> Network:
 
 
 def _products(tree: Any) -> frozenset[Tree]:
-    """The products of rows in it, or halves of one, that the rest is made of."""
+    """The products of rows in the tree, or halves of one, from which the rest is computed."""
     if not isinstance(tree, tuple) or not tree:
         return frozenset()
     if (tree[0] == "mm" and tree[2] == ROWS) or (tree[0] == "part" and tree[1][0] == "mm" and tree[1][2] == ROWS):
@@ -109,7 +109,7 @@ def _with(reference: Any, hidden: Tree) -> Any:
 
 @functools.cache
 def _references(dtype: torch.dtype) -> list[tuple[str, Tree]]:
-    """Trees of the activations, taken apart as ark and Inductor do, and whole."""
+    """Trees of the activations: decomposed as ark and Inductor do, and whole."""
     found = []
     with unset_fake_temporarily(), torch.no_grad():
         for name, function in _ACTIVATIONS.items():

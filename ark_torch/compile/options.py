@@ -1,6 +1,6 @@
-"""What torch.compile(model, backend="ark", mode=..., options={...}) may hold: one table, and the check against it.
+"""The contents of torch.compile(model, backend="ark", mode=..., options={...}): one table, and the check against it.
 
-Two keys never arrive: PyTorch takes `guard_filter_fn` and `use_aoti` out of the dictionary before a backend sees it.
+Two keys never arrive: PyTorch removes `guard_filter_fn` and `use_aoti` from the dictionary before a backend sees it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ark_torch.errors import InvalidOption
 
 @dataclass(frozen=True)
 class Option:
-    """One key: its default, what may stand there (a tuple of values, or a type), and what it does."""
+    """One key: its default, its allowed values (a tuple, or a type), and its effect."""
 
     name: str
     default: Any
@@ -97,13 +97,13 @@ OPTIONS = (
     ),
 )
 MODES = ("default",)
-# More workers than this a core only wait for each other's slices of time.
+# With more workers per core than this, they mostly wait for each other's time slices.
 THREADS_A_CORE = 4
 
 
 @dataclass(frozen=True)
 class Options:
-    """The values in force, one field a key of OPTIONS."""
+    """The values in force, one field per key of OPTIONS."""
 
     choose: str = "measure"
     wait: bool = False
@@ -116,7 +116,7 @@ class Options:
 
 
 def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
-    """Checks what the user gave. InvalidOption names what is known."""
+    """Checks the user's mode and options. InvalidOption names the known ones."""
     if mode is not None and mode not in MODES:
         raise InvalidOption(
             f'torch.compile(backend="ark", mode={mode!r}): known modes are '
@@ -149,7 +149,7 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
 
 
 def table() -> str:
-    """The options as the Markdown table that stands in docs/compile.md."""
+    """The options as the Markdown table in docs/compile.md."""
     lines = ["| option | allowed | default | meaning |", "| --- | --- | --- | --- |"]
     lines += [f"| `{o.name}` | {o.shown()} | {o.default!r} | {o.doc} |" for o in OPTIONS]
     return "\n".join(lines) + "\n"

@@ -1,10 +1,10 @@
-"""Products next to collectives become one operator: ark_torch.ops' matmul_all_reduce and its kin.
+"""Fuses products with adjacent collectives into one operator: ark_torch.ops' matmul_all_reduce and its relatives.
 
-Forms that are found, as torch.nn.functional.linear and the functional collectives, DTensor and Megatron's sequence
-parallelism make them in an ATen graph: a product, views, and an all_reduce or reduce_scatter of sums; an all_gather,
-views, and a product, its bias added behind the operator; both also where what is scattered or gathered is the second
-dimension of three. Of several readers of gathered rows the first product gets the operator, and the others its rows. A
-product that is read beside its sum stays as it is.
+It recognizes the forms that torch.nn.functional.linear with the functional collectives, DTensor and Megatron's sequence
+parallelism make in an ATen graph: a product, views, and an all_reduce or reduce_scatter of sums; or an all_gather,
+views, and a product, whose bias is added after the operator. In both, the scattered or gathered dimension may be the
+second of three. If gathered rows have several readers, the first product becomes the operator, and the others read its
+rows. A product with readers other than its sum stays unchanged.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from ark_torch.compile.operators.collectives import resolved
 
 _functional = torch.ops._c10d_functional
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Of fewer rows a loop kernel's own product and packets are no slower, and the region stays whole.
+# With fewer rows a loop kernel's own product and packets are as fast, and the region stays whole.
 LEAST_ROWS = 32
 
 
 def fuse(graph: Graph, device: str = "cuda", least_rows: int = LEAST_ROWS) -> list[str]:
-    """Replaces what it finds on tensors of that device; says for each collective beside a product what became of it.
+    """Replaces matches on tensors of that device. Returns, for each collective next to a product, what became of
+    it.
 
-    Ranks compile the same graph, so that all of them call the same operators in the same order.
+    Ranks compile the same graph, so all of them call the same operators in the same order.
     """
     told = []
     for wait in list(graph.nodes):
@@ -52,7 +53,7 @@ def fuse(graph: Graph, device: str = "cuda", least_rows: int = LEAST_ROWS) -> li
 
 
 def _pieces_in_order(cat: Node, dim: int, world: int, split_dim: int) -> Node:
-    """Of torch.cat of the equal pieces of a split, in order: what was split."""
+    """What was split, if the node is torch.cat of a split's equal pieces, in order."""
     pieces = list(cat.args[0])  # type: ignore[arg-type]
     at = cat.args[1] if len(cat.args) > 1 else 0
     split = pieces[0].args[0] if pieces and is_getitem(pieces[0]) else None
@@ -73,7 +74,7 @@ def _pieces_in_order(cat: Node, dim: int, world: int, split_dim: int) -> Node:
 
 
 def _product(node: Node) -> Node:
-    """The product of which a node is a view that keeps the last dimension, if that is all that it is."""
+    """The product if the node is just a view of it that keeps the last dimension."""
     columns = shape_of(node)[-1]
     while node.target in VIEWS:
         alone(node)
@@ -95,7 +96,7 @@ def _check(product: Node, least_rows: int) -> None:
 
 
 def _sum(wait: Node, started: Node, least_rows: int) -> str:
-    """all_reduce(product), reduce_scatter_tensor(product)."""
+    """Handles all_reduce(product) and reduce_scatter_tensor(product)."""
     scatters = started.target is _functional.reduce_scatter_tensor.default
     source, op, name = started.args[0], started.args[1], started.args[-1]
     assert isinstance(source, Node)
@@ -117,7 +118,7 @@ def _sum(wait: Node, started: Node, least_rows: int) -> str:
     a, b = product.args
     assert isinstance(a, Node)
     with graph.inserting_before(wait):
-        if middle and shape_of(source)[0] != 1:  # rows in the order of the ranks that get them
+        if middle and shape_of(source)[0] != 1:  # rows in the order of their receiving ranks
             batch, rows, _ = shape_of(source)
             if not a.meta["val"].is_contiguous():
                 raise NotFused("its rows would have to be put in order, and do not lie in one piece")
@@ -146,17 +147,17 @@ def _factors(product: Node) -> tuple[Any, Any, Any]:
 
 
 def _reader(node: Node, user: Node) -> Node | None:
-    """The product of `node`'s rows that a user of it is or leads to by views that nobody else reads."""
+    """The product of `node`'s rows that `user` is, or leads to through views that nothing else reads."""
     while user.target in VIEWS and len(user.users) == 1:
         node, user = user, next(iter(user.users))
-    if user.target not in (aten.mm.default, aten.addmm.default) or user.kwargs:  # kwargs: a bias or product is scaled
+    if user.target not in (aten.mm.default, aten.addmm.default) or user.kwargs:  # kwargs scale a bias or product
         return None
     a, b, bias = _factors(user)
     return user if a is node and b is not node and bias is not node else None
 
 
 def _gather(wait: Node, started: Node, least_rows: int) -> str:
-    """Products of gathered rows."""
+    """Handles products of gathered rows."""
     source, name = started.args[0], started.args[-1]
     assert isinstance(source, Node)
     group = resolved(name, wait.meta["val"].device)

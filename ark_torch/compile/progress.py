@@ -1,4 +1,4 @@
-"""A line on stderr for who waits: what is being compiled, after some seconds."""
+"""Tells waiting users on stderr, after some seconds, what is being compiled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ AFTER_S = 5.0
 
 @contextlib.contextmanager
 def shown(what: str) -> Iterator[None]:
-    """Says `what` when the body has taken AFTER_S seconds."""
+    """Prints `what` once the body has taken AFTER_S seconds."""
 
     def say() -> None:
         print(f"ark_torch: {what}; the next run of the program takes it from the cache.", file=sys.stderr, flush=True)

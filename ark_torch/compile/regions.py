@@ -1,11 +1,11 @@
-"""Cuts a graph into pieces: the largest sets of operators that one side can run, in an order that keeps every result.
+"""Cuts a graph into pieces: the largest sets of operators that one side can run, in an order that preserves all
+results.
 
 Each computing node gets a level: one more than the level of anything before it that the other side runs, and no less
-than that of anything its own side runs. Nodes of one level and side form a piece. Levels grow along dependencies (data,
-the order of reads and writes of what is mutated, random numbers and collectives), so pieces in order of level are a
-valid order, however the two kinds are mixed in the program. Even levels are Inductor's, odd ones ark's.
-
-A piece of ark's that is not worth its call is given to the other side, and levels are taken again.
+than that of anything its own side runs. Nodes of the same level and side form a piece. Levels grow along dependencies
+(data, the order of reads and writes of mutated tensors, random numbers and collectives), so pieces in order of level
+are a valid order, however the program mixes the two kinds. Even levels are Inductor's, odd ones ark's. An ark piece
+that is not worth its call is given to the other side, and levels are computed again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.fx import Node
 @dataclass
 class Piece:
     ark: bool
-    nodes: list[Node]  # that compute, in program order
+    nodes: list[Node]  # those that compute, in program order
 
 
 def cut(
@@ -29,7 +29,7 @@ def cut(
     minimum: int,
     waits: Mapping[Node, Node] = MappingProxyType({}),
 ) -> tuple[list[Piece], list[Node]]:
-    """The pieces in the order in which they run, and the nodes given away because their piece was too small.
+    """The pieces in execution order, and the nodes given away because their piece was too small.
 
     `waits`: nodes that wait for what another node has started; they stay on its side.
     """
@@ -63,7 +63,7 @@ def _pieces(needed: Mapping[Node, Set[Node]], ours: Mapping[Node, bool]) -> list
 
 
 def _delay(needed: Mapping[Node, Set[Node]], ours: Mapping[Node, bool], level: dict[Node, int]) -> None:
-    """Moves whole pieces that only later pieces of their side wait for into those; the last pieces first."""
+    """Merges a piece into a later one of its side if only later pieces of that side wait for it; last pieces first."""
     after: dict[Node, list[Node]] = {node: [] for node in needed}
     for node, before in needed.items():
         for b in before:

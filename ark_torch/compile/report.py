@@ -1,4 +1,4 @@
-"""What became of a model's graphs, for `ark_torch.explain` and for the log."""
+"""What became of a model's graphs, for `ark_torch.explain` and the log."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ NAMES = {"ark": "ark", "inductor": "Inductor", "eager": "eager PyTorch"}
 
 @dataclass
 class PieceReport:
-    """One piece of a graph, as ark runs that. `runs_on` is "ark", "inductor" or "eager"."""
+    """One piece of a graph, as run by ark. `runs_on` is "ark", "inductor" or "eager"."""
 
     name: str
     runs_on: str
     nodes: int
     operators: Counter[str]
     reason: str = ""
-    region: Any = None  # _C.plan.Region, where one was compiled
+    region: Any = None  # _C.plan.Region, if one was compiled
     target_plan: tuple[str, str] | None = None  # JSON and drawing of the plan for Report.target
 
     @property
@@ -80,7 +80,7 @@ class PieceReport:
 
 @dataclass
 class GraphReport:
-    """One graph of torch._dynamo. `choice` says who runs it where that was measured; None: whoever its pieces name."""
+    """One graph of torch._dynamo. `choice` is the measured decision who runs it; None: as its pieces say."""
 
     nodes: int = 0
     choice: Choice | None = None
@@ -88,10 +88,10 @@ class GraphReport:
     fallbacks: list[Fallback] = field(default_factory=list)
     whole: str = ""  # why the whole graph went elsewhere
     whole_on: str = "Inductor"
-    products: list[str] = field(default_factory=list)  # what became of collectives beside products
-    weights: list[str] = field(default_factory=list)  # which products read coded weights, and why others do not
-    in_place: int = 0  # inputs that are updated where they lie
-    target: str = ""  # what plans are made for besides, to be looked at
+    products: list[str] = field(default_factory=list)  # what became of collectives next to products
+    weights: list[str] = field(default_factory=list)  # which products read quantized weights, and why others do not
+    in_place: int = 0  # inputs that are updated in place
+    target: str = ""  # additional target of plans, for inspection
 
     def __str__(self) -> str:
         if self.whole:
@@ -114,12 +114,12 @@ class GraphReport:
 
 @dataclass
 class Report:
-    """All graphs of one model, as far as they have been compiled."""
+    """All graphs of one model compiled so far."""
 
     graphs: list[GraphReport] = field(default_factory=list)
     graph_breaks: list[str] = field(default_factory=list)  # torch._dynamo's reasons
-    target: str = ""  # regions are planned for it too
-    notes: list[str] = field(default_factory=list)  # about the call that was explained
+    target: str = ""  # regions are also planned for this target
+    notes: list[str] = field(default_factory=list)  # about the explained call
 
     @property
     def regions(self) -> list[PieceReport]:
@@ -130,8 +130,8 @@ class Report:
         return [fallback for graph in self.graphs for fallback in graph.fallbacks]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the report as one HTML page that needs nothing else: tables, and each region's schedule to zoom into.
-        OSError where the file cannot be written."""
+        """Writes the report as one self-contained HTML page: tables, and each region's schedule to zoom into. Raises
+        OSError if the file cannot be written."""
         from ark_torch.compile import report_html
 
         Path(path).write_text(report_html.page(self), encoding="utf-8")
@@ -167,14 +167,13 @@ def frame_text(plan_json: str) -> str:
     )
 
 
-# Functions of libraries that call the one that a user knows: decorators, mostly.
+# Library functions that call the user's: mostly decorators.
 _WRAPPERS = re.compile(r"_?(call_impl|fn|inner|wrapped_call_impl)|(decorate|wrap(ped|per)?)(_\w+)?|\w+_wrapper")
 
 
 def title_of(graph_module: GraphModule) -> str:
-    """What a graph is called in profiles, timelines, errors and the log: class (or file) and function that were
-    compiled, past decorators; then which of torch._dynamo's compilations it is, numbered as PyTorch's own logs do:
-    "Llama.forward[0/0]"."""
+    """A graph's name in profiles, timelines, errors and the log: class (or file) and function that were compiled, past
+    decorators, then torch._dynamo's number of the compilation, as in PyTorch's own logs: "Llama.forward[0/0]"."""
     title = "graph"
     for node in graph_module.graph.nodes:
         called = _CALL.findall(node.meta.get("stack_trace") or "")
@@ -199,14 +198,14 @@ def _class_at(file: str, line: int) -> str:
 def _classes(file: str) -> list[tuple[int, int, str]]:
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError, RecursionError):  # of a notebook's cell with magic commands, say
+    except (SyntaxError, ValueError, RecursionError):  # for example a notebook's cell with magic commands
         return []
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     return [(node.lineno, node.end_lineno or node.lineno, node.name) for node in classes]
 
 
 def operators_of(nodes: list[Node]) -> Counter[str]:
-    """By name, without namespace ("aten.") and overload (".default")."""
+    """Counts by name, without namespace ("aten.") and overload (".default")."""
     return Counter(_NAMESPACES.sub("", str(node.target)).partition(".")[0] for node in nodes)
 
 

@@ -1,6 +1,6 @@
 """A report of ark_torch.explain as one self-contained page: tables, and each region's schedule to zoom into.
 
-Nothing is loaded from anywhere. What the timelines draw stands in the page as JSON, drawn by timeline_page.py's script.
+The page loads nothing. The timelines' data is in the page as JSON, drawn by timeline_page.py's script.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def page(report: Report) -> str:
 
 
 def frame(report: Report) -> str:
-    """The page for a notebook: in a frame of its own, so that neither's styles and names reach the other."""
+    """The page for a notebook, in a frame of its own, so that styles and names do not interfere."""
     document = escape(page(report), quote=True)
     return f'<iframe srcdoc="{document}" style="width:100%;height:640px;border:1px solid #ccc"></iframe>'
 
@@ -121,7 +121,7 @@ def memory(plan: dict[str, Any]) -> str:
 
 
 def work_by_kind(plan: dict[str, Any]) -> list[tuple[str, int, int, float, float, float]]:
-    """A row for each kind of stage, the costliest first: name, stages, tasks, MFLOP, MB, estimated microseconds."""
+    """A row per kind of stage, costliest first: name, stages, tasks, MFLOP, MB, estimated microseconds."""
     kinds: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0, 0, 0])
     for stage in plan["stages"]:
         row = kinds[stage["name"]]

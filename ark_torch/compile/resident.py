@@ -1,9 +1,9 @@
-"""ark_torch.resident: N steps from one launch of a loop kernel, each step on what the one before has left.
+"""ark_torch.resident: N steps from one launch of a loop kernel, each on the state that the previous one left.
 
-The loop is in the graph: what a step returns is copied over its arguments, what is kept goes to row `counter` of a
-tensor that has a row for each step, and noise and the like come from such rows. All state lies in tensors, so N steps
-are the same tasks N times over, ordered by counters that only grow: nothing is between two steps but what they wait
-for. Where a step is not one region of ark, it is called N times from Python, with the reason in the report and the log.
+The loop is in the graph: a step's results are copied over its arguments, what is kept goes to row `counter` of a tensor
+with a row per step, and noise and the like come from such rows. All state is in tensors, so N steps are the same tasks
+N times, ordered by counters that only grow: steps are separated only by what they wait for. If a step is not one ark
+region, it is called N times from Python, and the report and the log say why.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Steps(NamedTuple):
     """What a launch has done."""
 
     kept: tuple[Tensor, ...]  # for each of `keep`, [done, *shape]
-    state: tuple[Tensor, ...]  # what the last step returned
+    state: tuple[Tensor, ...]  # the last step's results
     done: int
 
 
@@ -43,28 +43,29 @@ class Resident:
         loop = ark_torch.resident(step, stop=lambda token, position: token == end_of_text)
         tokens = loop(token, position, steps=50).kept[0]
 
-    step:    a function of tensors that returns as many as it takes; result i, of the shape and type of argument i, is
+    step:    a function of tensors that returns as many as it takes; result i, with the shape and type of argument i, is
              argument i of the next step. Models and caches (updated in place) belong to the function, as in any
-             function that torch.compile is given.
-    keep:    which results are kept of every step; 0, the first, by default.
-    stop:    a function of a step's results that returns a tensor of one element: where it is true no step follows. With
+             function passed to torch.compile.
+    keep:    the results to keep of every step; by default 0, the first.
+    stop:    a function of a step's results that returns a tensor of one element; no step follows if it is true. With
              collectives in the step it must be the same on all ranks.
-    options: as in torch.compile(backend="ark", options=...). {"fallback": False} makes an error of a step that is not
-             one region of ark; otherwise it is launched once for every step, and `reason` says why.
+    options: as in torch.compile(backend="ark", options=...). With {"fallback": False}, a step that is not one ark
+             region is an error; otherwise it is launched once per step, and `reason` says why.
 
-    loop(*state, steps=N, inputs=(...)) runs at most N steps, without gradients. The tensors of `state` stay as they
-    are. `inputs` hold a row for each step, [N, ...], and step(*state, *rows) is given its own; noise for sampling, say:
+    loop(*state, steps=N, inputs=(...)) runs at most N steps, without gradients. The tensors of `state` are not
+    modified. `inputs` have a row per step, [N, ...], and step(*state, *rows) gets its own, for example noise for
+    sampling:
 
         def step(token, position, noise):
             logits = model(token, position) / temperature + noise
             return logits.argmax(-1, keepdim=True), position + 1
 
-        noise = -torch.empty(50, 1, vocabulary).exponential_().log()  # Gumbel's: follows torch.manual_seed
+        noise = -torch.empty(50, 1, vocabulary).exponential_().log()  # Gumbel noise: follows torch.manual_seed
         tokens = loop(token, position, steps=50, inputs=(noise,)).kept[0]
 
-    Ctrl-C ends a launch between two tasks with KeyboardInterrupt: what the step in flight writes in place is then
-    written in part; on a GPU that step is finished. Groups with collectives in the step are aborted by it: other ranks
-    raise an error that names this one, instead of waiting for it. On a GPU too a call returns when its steps are done.
+    Ctrl-C ends a launch between two tasks with KeyboardInterrupt, and the in-place writes of the step in flight are
+    then partial; on a GPU that step is finished. It aborts groups with collectives in the step: other ranks raise an
+    error that names this one, instead of waiting for it. On a GPU, too, a call returns when its steps are done.
     """
 
     def __init__(
@@ -78,8 +79,8 @@ class Resident:
         self._options = table.parse(None, options)
         self._given_options = dict(options or {})
         self._step, self._stop, self._keep = step, stop, tuple(keep)
-        self.report = Report()  # of the step's graph, once it is compiled
-        self.reason = ""  # why each step is a launch of its own; "": they are not
+        self.report = Report()  # of the step's graph, once compiled
+        self.reason = ""  # why each step is a separate launch; "": it is not
         self._now = threading.local()
         self._loop: Callable[..., Any] | None = None
         self._single: Callable[..., Any] | None = None
@@ -94,7 +95,7 @@ class Resident:
     def __call__(self, *state: Tensor, steps: int, inputs: Sequence[Tensor] = ()) -> Steps:
         self._check(state, steps, inputs)
         own = [tensor.clone(memory_format=torch.contiguous_format) for tensor in state]
-        # A power of two, so that few lengths need a kernel of their own.
+        # A power of two, so that few lengths need their own kernel.
         capacity = max(_FEWEST_ROWS, 1 << max(steps - 1, 0).bit_length())
         kept = [own[i].new_zeros((capacity, *own[i].shape)) for i in self._keep]
         done = 0
@@ -119,7 +120,7 @@ class Resident:
                 raise ValueError(f"keep names result {i} of {len(state)}")
 
     def _launch(self, own: list[Tensor], rows: list[Tensor], kept: list[Tensor], steps: int) -> int:
-        """0, with the reason set, where that cannot be."""
+        """Returns 0, with the reason set, if one launch is not possible."""
         if self._loop is None:
             loop = _loop_body(self._step, self._stop, self._keep)
             self._loop = torch.compile(loop, backend=self._compile, fullgraph=True, dynamic=False)
@@ -184,18 +185,18 @@ def _loop_body(step: Callable[..., Any], stop: Callable[..., Any] | None, keep: 
         if stop is not None:
             flag.copy_(torch.ops.ark_torch.stop(_one(stop(*results))))
         counter.add_(1)
-        # What is another argument of this step is copied before that is written.
+        # A result that is another argument of this step is copied before that argument is written.
         moved = [r.clone() if any(r is other for other in state) else r for r in results]
         for i, tensor in enumerate(state):
             if results[i] is not tensor:
                 tensor.copy_(moved[i])
 
-    # Dynamo counts compilations by code object: each loop has its own.
+    # Dynamo counts compilations per code object, so each loop gets its own.
     return types.FunctionType(body.__code__.replace(), body.__globals__, "body", None, body.__closure__)
 
 
 def _results(returned: Any, state: Sequence[Tensor]) -> list[Tensor]:
-    """A step's results as what the next one is given."""
+    """A step's results as arguments of the next one."""
     results = [returned] if isinstance(returned, Tensor) else list(returned)
     if len(results) != len(state):
         raise TypeError(f"a step returns as many tensors as it takes, {len(state)}, not {len(results)}")
@@ -215,14 +216,14 @@ def _one(value: Any) -> Tensor:
 
 
 def _rows(tensor: Tensor, capacity: int) -> Tensor:
-    """With so many rows."""
+    """The tensor extended or cut to `capacity` rows."""
     if tensor.shape[0] >= capacity:
         return tensor[:capacity].contiguous()
     return torch.cat([tensor, tensor.new_zeros((capacity - tensor.shape[0], *tensor.shape[1:]))])
 
 
 def _find(error: BaseException | None, *kinds: type[Exception]) -> BaseException | None:
-    """Dynamo wraps what a backend raises."""
+    """The first error of these kinds in the chain: Dynamo wraps what a backend raises."""
     while error is not None and not isinstance(error, kinds):
         error = error.__cause__ or error.__context__
     return error

@@ -1,11 +1,11 @@
-"""What torch._dynamo calls for a graph of which it is not decided yet who runs it.
+"""What torch._dynamo calls for a graph while it is undecided who runs it.
 
 Serving: Inductor's function serves from the first call on. From the second call on ark's regions are compiled on
-another thread; then the contestants serve some calls in turns, each timed, and the fastest one serves all others.
-Everything happens between two calls, on the thread that calls, and never while a CUDA graph is captured. Threads that
-call at the same time are served by Inductor until it is decided, and spoil what is timed meanwhile.
+another thread. Then the contestants serve some calls in turns, each timed, and the fastest one serves all others.
+Everything happens between two calls, on the calling thread, and never during CUDA graph capture. Concurrent calls from
+other threads are served by Inductor until then, and disturb the measurements.
 
-Rehearsed: all are compiled, and the first call decides, on copies of its arguments.
+Rehearsed: all contestants are compiled, and the first call decides, on copies of its arguments.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Tell = Callable[[choice.Choice], None]
 
 
 def taken(contestants: Mapping[str, Contestant], chosen: choice.Choice) -> Contestant:
-    """What calls go to from now on."""
+    """The function for calls from now on."""
     run = contestants[chosen.runs_on]
     replayed = contestants[chosen.replays_on or chosen.runs_on]
     if replayed is run:
@@ -42,7 +42,7 @@ def taken(contestants: Mapping[str, Contestant], chosen: choice.Choice) -> Conte
 
 
 class _Served:
-    """`run` is what calls go to."""
+    """Calls go to `run`."""
 
     run: Contestant
 
@@ -58,7 +58,7 @@ class _Served:
         return call
 
     def _captures(self) -> bool:
-        """A CUDA graph keeps what it captures, and nothing can be timed."""
+        """A CUDA graph keeps what it captures, and capture cannot be timed."""
         return self._on_gpu and torch.cuda.is_current_stream_capturing()
 
     def _decide(self, chosen: choice.Choice) -> None:
@@ -84,13 +84,13 @@ class Rehearsed(_Served):
     def _first(self, *arguments: Any) -> Any:
         with self._lock:
             if self._contestants:
-                chosen = choice.recall(self._name)  # another process may have been quicker
+                chosen = choice.recall(self._name)  # another process may have been faster
                 if chosen is None and self._captures():
                     return self._contestants["ark"](*arguments)
                 if chosen is None:
                     try:
                         measured = rehearse(self._contestants, arguments, self._written, self._on_gpu)
-                    except Exception as error:  # these arguments cannot be run, which the call itself says better
+                    except Exception as error:  # these arguments cannot be run, which the call itself reports better
                         log.info("%s was not measured: %s", self._title, error)
                         return self._contestants["ark"](*arguments)
                     chosen = choice.remember(self._name, measured)
@@ -133,7 +133,7 @@ class Serving(_Served):
         return self._inductor(*arguments)
 
     def _advance(self) -> None:
-        """One step towards the contest: at most one piece is compiled by Inductor in a call."""
+        """One step towards the contest: Inductor compiles at most one piece per call."""
         assert self._job is not None and self._captured is not None
         if self._job.state == "new":
             self._job.submit()
@@ -154,7 +154,7 @@ class Serving(_Served):
                 self._stay()
                 return
             self._captured = self._job = None
-            if (chosen := choice.recall(self._name)) is not None:  # another process was quicker
+            if (chosen := choice.recall(self._name)) is not None:  # another process was faster
                 self._decide(chosen)
             else:
                 self._contest = Contest(self._contestants, self._on_gpu)

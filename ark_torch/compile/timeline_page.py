@@ -1,7 +1,7 @@
-"""Style and script of the page that report_html.py makes: tables, and timelines that zoom. Plain, without a library.
+"""Style and script of report_html.py's page: tables, and timelines that zoom, without a library.
 
-Only bars that are visible are drawn, as SVG; of those that are narrower than half a pixel, one for each half pixel. So
-a plan of tens of thousands of tasks can be dragged about. What could not be drawn is said in the page itself.
+Only visible bars are drawn, as SVG, and of bars narrower than half a pixel one per half pixel. So a plan of tens of
+thousands of tasks can be panned smoothly. The page itself says what could not be drawn.
 """
 
 STYLE = """

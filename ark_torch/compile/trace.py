@@ -1,7 +1,7 @@
-"""ARK_TRACE: the timeline of what regions do, task by task, written by C++ (csrc/compiler/inspect/trace.hpp).
+"""ARK_TRACE: the timeline of regions, task by task, written by C++ (csrc/compiler/inspect/trace.hpp).
 
-The variable is read when a region is compiled, and again with every later one. Where several ranks run, each writes a
-file of its own, with its rank before the suffix; `ark trace` puts them together.
+The variable is read whenever a region is compiled. With several ranks each writes its own file, with its rank before
+the suffix; `ark trace` merges them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ark_torch.compile.report import log
 
 
 def file_of(path: str, rank: int, ranks: int) -> str:
-    """trace.json of rank 3 is trace.rank3.json, where there are several."""
+    """The file of a rank: with several ranks, rank 3 writes trace.rank3.json instead of trace.json."""
     if ranks < 2:
         return path
     name = Path(path)
@@ -38,7 +38,7 @@ _in_force: tuple[str, int, int, int] = ("", 0, 0, 1)
 
 
 def configure(settings: env.Settings | None = None) -> None:
-    """Begins, changes or ends the trace as the environment says. A file that cannot be opened is told, once."""
+    """Starts, changes or ends the trace as the environment says. Reports a file that cannot be opened, once."""
     from ark_torch import _C
 
     global _in_force

@@ -1,10 +1,10 @@
-"""A trial call of somebody's model, after which everything is as it was: what `ark_torch.explain` stands on.
+"""A trial call of a user's model that leaves everything as it was: the basis of `ark_torch.explain`.
 
-Saved before the call: the attributes and containers of all objects that the model and its arguments hold, the memory of
-all tensors among them but parameters, and the random number generators. Parameters are large and hardly ever written;
-a graph that writes some has them saved before it runs (`save_written`). Versions are put back too, or a gradient of the
-user's own would complain of a change that was undone. Of torch._dynamo, what it has learnt about sizes and the entries
-of its caches are put back (`compiling_apart`).
+Before the call it saves the attributes and containers of all objects that the model and its arguments hold, the memory
+of all their tensors except parameters, and the random number generators. Parameters are large and rarely written; a
+graph that writes some has them saved before it runs (`save_written`). Versions are restored too, or the user's own
+gradient would complain of a change that was undone. Of torch._dynamo, its knowledge of sizes and its cache entries are
+restored (`compiling_apart`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-# What belongs to the process, not to a model that happens to hold it.
+# Objects that belong to the process, not to a model that happens to hold them.
 _FOREIGN = (
     "asyncio",
     "builtins",
@@ -39,7 +39,7 @@ _FOREIGN = (
 
 
 class Unchanged:
-    """A context that puts back what `roots` and all that they hold were when it was entered."""
+    """A context that restores `roots`, and all that they hold, to their state on entry."""
 
     def __init__(self, roots: Iterable[Any]) -> None:
         self.modules: list[nn.Module] = []
@@ -75,7 +75,7 @@ class Unchanged:
         self._stack.close()
 
     def save_written(self, graph_module: GraphModule, inputs: Sequence[Any]) -> None:
-        """Saves what a graph of torch._dynamo is going to write, found by running it on fake tensors."""
+        """Saves what a graph of torch._dynamo will write, found by running it on fake tensors."""
         written = _written(graph_module)
         for i, given in enumerate(inputs):
             if isinstance(given, Tensor) and (written is None or i in written):
@@ -83,7 +83,7 @@ class Unchanged:
                 self._save(given)
 
     def changed_parameters(self) -> int:
-        """How many tensors were written that nobody had saved: code between graphs wrote parameters."""
+        """The number of unsaved tensors that were written: code between graphs wrote parameters."""
         return sum(
             version is not None and tensor._version != version
             for tensor, version in self._plain()
@@ -131,7 +131,7 @@ class Unchanged:
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """The tensors that have the memory: a wrapper's (DTensor's, say), or itself."""
+    """The tensors that have the memory: those inside a wrapper (such as DTensor), or the tensor itself."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -139,7 +139,7 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 
 def _held_by(function: types.FunctionType) -> Iterator[Any]:
-    """What a function's variables hold: its closure, its defaults, and global models and tensors."""
+    """The values of a function's variables: its closure, its defaults, and global models and tensors."""
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # not assigned yet
             yield cell.cell_contents
@@ -166,7 +166,7 @@ def _same(container: Any, saved: Any) -> bool:
 
 
 def _written(graph_module: GraphModule) -> set[int] | None:
-    """Positions of the arguments that a graph writes; None where a run on fake tensors cannot tell."""
+    """Positions of the arguments that a graph writes; None if a run on fake tensors cannot tell."""
     fakes = [node.meta.get("example_value") for node in graph_module.graph.nodes if node.op == "placeholder"]
     mode = torch._guards.detect_fake_mode(fakes)
     if mode is None:
@@ -177,21 +177,21 @@ def _written(graph_module: GraphModule) -> set[int] | None:
             before = [fake._version if isinstance(fake, Tensor) else 0 for fake in trial]
             graph_module(*trial)
             return {i for i, fake in enumerate(trial) if isinstance(fake, Tensor) and fake._version != before[i]}
-    except Exception:  # no fake kernel, or the values of tensors are asked for: then all count as written
+    except Exception:  # no fake kernel, or tensors' values are needed: then all count as written
         return None
 
 
 @contextlib.contextmanager
 def compiling_apart(backend: Callable[..., Any]) -> Iterator[Callable[[Any], Any]]:
-    """Gives torch.compile with this backend, which knows no earlier call; what torch._dynamo keeps of it is gone
-    afterwards. Where the same function is compiled by its owner too, that takes isolate_recompiles (PyTorch 2.13 and
-    later): before, entries of ours stay beside theirs, and count for Dynamo's recompile limit."""
+    """Yields torch.compile with this backend and no memory of earlier calls; what torch._dynamo keeps of it is removed
+    afterwards. If the owner compiles the same function too, that requires isolate_recompiles (PyTorch 2.13 and later):
+    before, our entries stay next to theirs, and count towards Dynamo's recompile limit."""
     from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
     from torch._dynamo import convert_frame, pgo
     from torch._dynamo.utils import counters
 
     sizes = getattr(pgo, "_CODE_STATE", None)
-    pgo._CODE_STATE = None  # or another size than the owner's last call had would count as dynamic
+    pgo._CODE_STATE = None  # otherwise a size that differs from the owner's last call would count as dynamic
     counted = {name: Counter(of) for name, of in counters.items()}
     known = "isolate_recompiles" in inspect.signature(torch.compile).parameters
     more: dict[str, Any] = {"isolate_recompiles": True} if known else {}

@@ -1,7 +1,7 @@
 """Views: sizes, strides and offset, found by running the operator on a tensor without memory.
 
-What was found is kept: layers repeat one another, every node is lowered twice, and on such a tensor most views are
-PyTorch's Python (torch._refs), half a millisecond each.
+Results are cached: layers repeat, every node is lowered twice, and on such a tensor most views run PyTorch's Python
+code (torch._refs), half a millisecond each.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ark_torch.compile.ir import Strided, Unsupported
 def view_of(
     operator: Any, base: Strided, arguments: Sequence[Any], keywords: Mapping[str, Any]
 ) -> Strided | tuple[Strided, ...]:
-    """What `operator` (an overload of ATen, which may return several views) makes of `base`; `arguments` are those
-    behind the tensor. Raises Unsupported where it has no elements or another dtype, and what the operator raises."""
+    """The view of `base` that `operator` (an ATen overload, which may return several) makes; `arguments` are those
+    after the tensor. Raises Unsupported if it has no elements or another dtype, and whatever the operator raises."""
     found = _run(operator, base._replace(buffer=0), _hashable(arguments), _hashable(sorted(keywords.items())))
     if isinstance(found, Strided):
         return found._replace(buffer=base.buffer)

@@ -1,8 +1,8 @@
-"""How many workers a loop kernel has: threads of the CPU, or multiprocessors of a GPU, all but where ranks share one.
+"""The number of a loop kernel's workers: CPU threads, or a GPU's multiprocessors, all of them unless ranks share a GPU.
 
-Ranks that share a GPU (ARK_SHARE_GPU) get the same part of its multiprocessors each: under NVIDIA's Multi-Process
-Service (MPS) the kernels of all ranks can then be resident at once, and nobody waits for a slice of time. (MPS's
-own CUDA_MPS_ACTIVE_THREAD_PERCENTAGE does not do it: on an H200 it gave two processes of 50% the same 66 of 132
+Ranks that share a GPU (ARK_SHARE_GPU) get equal numbers of its multiprocessors: under NVIDIA's Multi-Process Service
+(MPS) all ranks' kernels can then be resident at once, without waiting for time slices. (MPS's own
+CUDA_MPS_ACTIVE_THREAD_PERCENTAGE does not help: on an H200, two processes of 50% got the same 66 of 132
 multiprocessors.)
 """
 

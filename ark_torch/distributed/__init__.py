@@ -1,4 +1,4 @@
-"""Creating ark groups, what a group can tell about itself, compressed collectives, and memory."""
+"""Creation of ark groups, their diagnostics, compressed collectives, registered memory and windows."""
 
 from ark_torch.distributed.compression.functional import compressed_all_reduce
 from ark_torch.distributed.registration import deregister, register

@@ -1,8 +1,7 @@
-"""Makes the backend object of a new "ark" group: what torch.distributed calls for every group that names ark.
+"""Makes the backend object of a new "ark" group; torch.distributed calls it for every group that names ark.
 
-Reads the environment (ark_torch.env), completes the options and hands over to C++. Python also makes the groups that
-stand in for ark: Gloo where ranks share no memory (its C++ headers are not in PyTorch's wheels), and Gloo or NCCL
-when ARK_DISABLE is set.
+It reads the environment (ark_torch.env), completes the options and calls C++. Python also creates the groups that stand
+in for ark: Gloo if ranks share no memory (PyTorch's wheels lack its C++ headers), and Gloo or NCCL with ARK_DISABLE.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ark_torch import env, memory
 
 log = logging.getLogger("ark_torch")
 if not log.handlers:
-    # One line for people even in programs that configure no logging; they may raise the level or replace the handler.
+    # Shows log lines even in programs that configure no logging; they may raise the level or replace the handler.
     _handler = logging.StreamHandler()
     _handler.setFormatter(logging.Formatter("[ark] %(message)s"))
     log.addHandler(_handler)
@@ -38,12 +37,12 @@ def create(dist_backend_opts: Any, backend_options: Any) -> Any:
     Args:
         dist_backend_opts: torch's _DistributedBackendOptions: store, group_rank, group_size, timeout, group_id and
             global_ranks_in_group (empty for the world).
-        backend_options: what the user passed as pg_options: None or ark_torch._C.Options.
+        backend_options: the user's pg_options: None or ark_torch._C.Options.
 
     Raises:
-        TypeError: pg_options is of another backend.
-        ValueError: an environment variable or option holds something that is not allowed.
-        torch.distributed.DistBackendError: the ranks could not be connected; names the rank.
+        TypeError: pg_options belongs to another backend.
+        ValueError: an environment variable or option has an invalid value.
+        torch.distributed.DistBackendError: the ranks could not connect; names the rank.
     """
     settings = env.read()
     env.warn_of_unknown()
@@ -68,7 +67,7 @@ def create(dist_backend_opts: Any, backend_options: Any) -> Any:
 
 
 def complete(given: Any, settings: env.Settings | None = None) -> Any:
-    """Options for C++: the user's own (copied) or the environment's."""
+    """Options for C++: a copy of the user's, or the environment's."""
     from ark_torch import _C
 
     settings = settings or env.read()
@@ -104,7 +103,7 @@ def complete(given: Any, settings: env.Settings | None = None) -> Any:
 
 
 def rdma_options(settings: env.Settings) -> Any:
-    """The environment's options of RDMA, for C++."""
+    """The environment's RDMA options, for C++."""
     from ark_torch import _C
 
     options = _C.RdmaOptions()
@@ -125,7 +124,7 @@ CudaRule = tuple[int, dict[str, int]]
 def load_dispatch(path: str) -> tuple[list[Rule], list[CudaRule]]:
     """Reads a dispatch table: JSON with a list "rules" for CPU tensors, a list "cuda" for CUDA tensors, or both.
 
-    ValueError says what is wrong with it. What a table does not hold is left to the measured defaults.
+    Raises ValueError describing an invalid table. Anything missing from the table uses the measured defaults.
     """
     if not path:
         return [], []
@@ -160,7 +159,7 @@ def _make_gloo(store: Any, rank: int, size: int, timeout: datetime.timedelta) ->
 
 
 def _make_cuda_carrier(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
-    """PyTorch's NCCL, or its Gloo where there is none: slow, and it lacks some operations on CUDA tensors."""
+    """PyTorch's NCCL; without it PyTorch's Gloo, which is slow and lacks some operations on CUDA tensors."""
     return (
         _make_nccl(store, rank, size, timeout) if dist.is_nccl_available() else _make_gloo(store, rank, size, timeout)
     )
@@ -188,7 +187,7 @@ def _stand_in(opts: Any, rank: int, size: int, timeout: datetime.timedelta) -> A
 
 
 def _shutdown_at_exit() -> None:
-    """Groups that are still open when Python ends say goodbye, so that peers can tell an end from a crash."""
+    """Shuts down open groups when Python exits, so that peers can tell an exit from a crash."""
     global _at_exit
     if _at_exit:
         return

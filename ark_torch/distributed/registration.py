@@ -1,7 +1,7 @@
-"""Registering tensors with a group, so that its collectives use them in place, without staging memory.
+"""Registers tensors with a group, so that its collectives use them in place, without staging memory.
 
-Registration is collective: it maps every rank's memory into the others, which takes milliseconds the first time. What
-it costs is paid once; a tensor that is used once should not be registered.
+Registration is collective: it maps every rank's memory into the others, which takes milliseconds the first time. It
+pays off only for tensors that are used repeatedly.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ def register(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> bo
 
     Every rank passes a contiguous CUDA tensor of the same number of bytes, allocated from `ark_torch.memory.pool()`.
     From then on any tensor in that memory, slices included, is used in place; results have the same bits either way.
-    Large collectives (all_reduce from 24 MB on, all_gather from 12 MB a rank on two GPUs) go by copy engines, and for
-    those all ranks must pass the same place of memory that was registered together: where they do not, the group fails
-    and names a rank. Like a collective, the call must not run beside other collectives of the group on other threads.
+    Large collectives (all_reduce from 24 MB, all_gather from 12 MB per rank on two GPUs) use copy engines, and for
+    those all ranks must pass the same part of memory that was registered together: otherwise the group fails and names
+    a rank. As with a collective, no other thread may run collectives of the group during the call.
 
-    The memory stays mapped until `deregister` or the end of the group, also when the tensor goes before: PyTorch may
-    then give the same memory to other tensors of the pool, but not back to the device.
+    The memory stays mapped until `deregister` or the end of the group, even if the tensor is freed earlier: PyTorch may
+    then reuse the memory for other tensors of the pool, but cannot return it to the device.
 
     Args:
         tensor: this rank's tensor.
         group: the group; None: the default one.
 
     Returns:
-        True when it is registered; False, on all ranks, where ark does not carry the group's CUDA tensors (NCCL does,
-        or ARK_DISABLE is set), and nothing was done.
+        True if the memory is registered. False, on all ranks, if ark does not carry the group's CUDA tensors (NCCL
+        does, or ARK_DISABLE is set); nothing was done.
 
     Raises:
-        ValueError: a rank's tensor is not on a GPU, not contiguous, empty or not from the pool, or a rank captures a
-            graph; on every rank, naming the rank and what to do.
-        TypeError: a rank passed no tensor.
-        torch.distributed.DistBackendError: the ranks' tensors differ in bytes, or one could not map another's.
+        ValueError: a rank's tensor is not on a GPU, not contiguous, empty or not from the pool, or a rank is capturing
+            a graph; raised on every rank, naming the rank and the remedy.
+        TypeError: a rank passed an object that is not a tensor.
+        torch.distributed.DistBackendError: the ranks' tensors differ in bytes, or a rank could not map another's
+            memory.
 
     Example:
         >>> with torch.cuda.use_mem_pool(ark_torch.memory.pool()):
@@ -53,17 +54,17 @@ def register(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> bo
 
 
 def deregister(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Ends what `register` began for this very range of memory, on all ranks together.
+    """Ends the registration of exactly this range of memory, on all ranks together.
 
-    Waits until the device has done what was enqueued. Graphs that were captured while it was registered must not be
-    replayed any more. Of several registrations of the range the newest ends.
+    Waits until the device has finished all enqueued work. Graphs captured during the registration must not be replayed
+    afterwards. If the range was registered several times, the newest registration ends.
 
     Args:
-        tensor: the tensor that was registered, or another of the same memory and size.
+        tensor: the registered tensor, or another with the same memory and size.
         group: the group that it was registered with; None: the default one.
 
     Raises:
-        ValueError: a rank's tensor is not registered with this group; on every rank.
+        ValueError: a rank's tensor is not registered with this group; raised on every rank.
         torch.distributed.DistBackendError: ranks passed tensors that were not registered together.
     """
     backend = _backend_of(group)
@@ -72,7 +73,7 @@ def deregister(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> 
 
 
 def register_pool(backend: Any, pool: torch.cuda.MemPool) -> None:
-    """What a group's register_mem_pool() does: registers the segments that the pool has by now."""
+    """Implements a group's register_mem_pool(): registers the pool's current segments."""
     import torch
 
     device = torch.device("cuda", torch.cuda.current_device())
@@ -82,19 +83,20 @@ def register_pool(backend: Any, pool: torch.cuda.MemPool) -> None:
 
 
 def deregister_pool(backend: Any, pool: torch.cuda.MemPool) -> None:
-    """What a group's deregister_mem_pool() does."""
+    """Implements a group's deregister_mem_pool()."""
     backend._deregister_pool(pool.id)
 
 
 def _tensor(tensor: Any) -> torch.Tensor | None:
-    """None for what is no tensor: told to all ranks instead of raised on one that the others then wait for."""
+    """None for an object that is not a tensor: all ranks report it, instead of one that raises while the others
+    wait."""
     import torch
 
     return tensor if isinstance(tensor, torch.Tensor) else None
 
 
 def _backend_of(group: dist.ProcessGroup | None) -> Any:
-    """The group's ark backend; None where ARK_DISABLE has put another in its place."""
+    """The group's ark backend; None if ARK_DISABLE has replaced it."""
     import torch
     import torch.distributed as dist
 

@@ -4,9 +4,9 @@
 with torch.cuda.use_mem_pool(ark_torch.memory.pool()):
     bucket = torch.empty(64 << 20, dtype=torch.bfloat16, device="cuda")
 ark_torch.distributed.register(bucket)  # collective, once
-dist.all_reduce(bucket)                 # without a copy into staging memory, as are all later ones
+dist.all_reduce(bucket)                 # no copy into staging memory, here and in all later calls
 ```
-A pool's tensors are tensors as any others, in every program that never registers them.
+Tensors of the pool behave like any others, also in programs that never register them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _lock = threading.Lock()
 
 
 def pool(device: int | str | torch.device | None = None) -> torch.cuda.MemPool:
-    """The pool of this device whose tensors `ark_torch.distributed.register` takes; the same one at every call.
+    """The device's pool, whose tensors `ark_torch.distributed.register` accepts; every call returns the same pool.
 
     Args:
         device: a CUDA device; None: the current one.
 
     Raises:
         RuntimeError: this PyTorch or this machine has no CUDA.
-        ValueError: the device is no CUDA device.
+        ValueError: the device is not a CUDA device.
 
     Example:
         >>> with torch.cuda.use_mem_pool(ark_torch.memory.pool()):
@@ -46,15 +46,15 @@ def pool(device: int | str | torch.device | None = None) -> torch.cuda.MemPool:
         if index not in _pools:
             with torch.cuda.device(index):
                 made = torch.cuda.MemPool(allocator())
-            # For the life of the process: torch ends it with an abort where a pool goes before what still uses it, such
-            # as a graph that was captured with the pool, and at exit nobody orders the two.
+            # The pool lives as long as the process: torch aborts if a pool dies before its users, such as a graph
+            # captured with it, and their order at exit is undefined.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
             _pools[index] = made
         return _pools[index]
 
 
 def empty(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What a group's allocate_tensor() gives (FSDP2 calls it): an uninitialised tensor from the device's pool."""
+    """Implements a group's allocate_tensor(), which FSDP2 calls: an uninitialized tensor from the device's pool."""
     import torch
 
     with torch.cuda.use_mem_pool(pool(device), device):
@@ -63,7 +63,7 @@ def empty(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def allocator() -> Any:
-    """The allocator behind the pools, for `torch.cuda.MemPool(...)`: what a group's `mem_allocator` gives."""
+    """The pools' allocator, for `torch.cuda.MemPool(...)`; also a group's `mem_allocator`."""
     import torch
 
     from ark_torch import _C

@@ -1,4 +1,4 @@
-"""Modules of models that are split over the ranks of a group of the backend "ark"."""
+"""Modules whose parameters are sharded over the ranks of a group of the backend "ark"."""
 
 from ark_torch.nn.embedding import ShardedEmbeddingBags
 

@@ -1,8 +1,8 @@
-"""Bags to the ranks that have their tables, in buffers of fixed sizes: no host learns how many indices there are.
+"""Sends bags to the ranks that own their tables in fixed-size buffers, so that no host needs the number of indices.
 
-For steps that are captured in CUDA graphs. Each table has room for so many indices of each rank; what ranks send each
-other has sizes that every rank knows, and where an index goes is computed on the device. What arrives is put together
-without gaps, so that pooling sees the bags that `ark::exchange_bags` brings, with unused room behind the last one.
+It serves steps captured in CUDA graphs. Each table has room for a fixed number of indices per rank, so every rank knows
+all message sizes, and the device computes each index's position. The received parts are joined without gaps: pooling
+sees the same bags as from `ark::exchange_bags`, with unused room after the last one.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ark_torch.nn._shards import block_of
 
 
 class Bags(NamedTuple):
-    """Of this rank's tables (row-wise: of all): the bags of rank 0's samples, then of rank 1's and so on."""
+    """The bags of this rank's tables (row-wise: of all tables), rank 0's samples first, then rank 1's and so on."""
 
     indices: list[Tensor]  # [ranks * room]
-    offsets: list[Tensor]  # [ranks * batch + 1]: with where the last bag ends
+    offsets: list[Tensor]  # [ranks * batch + 1]; the last one is the last bag's end
     weights: list[Tensor]
 
 
@@ -31,7 +31,7 @@ def _begins(sizes: Sequence[int]) -> list[int]:
 
 
 class FixedExchange:
-    """Of tables with `rooms` for the indices of a rank, on `device`; `owners`: table-wise, whose each table is."""
+    """The exchange for tables with `rooms` indices per rank; `owners`: the rank of each table, empty if row-wise."""
 
     def __init__(
         self,
@@ -57,12 +57,13 @@ class FixedExchange:
 
         order = [t for tables in here for t in tables]
         first = dict(zip(order[: len(rows)], _begins([rooms[t] for t in order])[: len(rows)], strict=True))
-        self._order = numbers(order)  # of tables as they are sent
-        self._first = numbers([first[t] for t in range(len(rows))])  # where a table's indices are sent, to rank 0
-        self._each = sum(rooms) if self._by_row else 0  # from there to where they are sent to the next rank
+        self._order = numbers(order)  # tables in send order
+        # each table's position in the send buffer, for rank 0
+        self._first = numbers([first[t] for t in range(len(rows))])
+        self._each = sum(rooms) if self._by_row else 0  # distance to its position for the next rank
         self._room = numbers(rooms)
         self._block = numbers([block_of(count, self._ranks) or 1 for count in rows])
-        # Of what one rank sends: its table here, its number among that table's, and where that table's begin.
+        # For each slot received from one rank: its local table, its number within that table, and the table's start.
         self._table_of = numbers([i for i, room in enumerate(self._rooms) for _ in range(room)])
         self._number = numbers([n for room in self._rooms for n in range(room)])
         begins = _begins([room * self._ranks for room in self._rooms])
@@ -70,7 +71,7 @@ class FixedExchange:
         self._pieces = [room * self._ranks for room in self._rooms]
 
     def __call__(self, values: Tensor, lengths: Tensor, weights: Tensor | None) -> Bags:
-        """`values` of all tables, one behind the other, and perhaps room behind the last; `lengths` [tables, batch]."""
+        """`values` of all tables, concatenated, possibly with room after the last; `lengths` [tables, batch]."""
         lengths = lengths.long()
         counts = lengths.sum(1)
         ends = counts.cumsum(0)
@@ -83,13 +84,13 @@ class FixedExchange:
         else:
             place = self._first[table] + number - (ends - counts)[table]
             lengths = lengths.index_select(0, self._order)
-        place = place.masked_fill(unused, sum(self._sent))  # a number in torch.where may be copied from the host
+        place = place.masked_fill(unused, sum(self._sent))  # torch.where might copy its scalar from the host
         got = self._all_to_all(lengths, self._sent_tables, [len(self._mine)] * self._ranks)
         arrived = [self._moved(one, place) for one in (values, *([] if weights is None else [weights]))]
         if not self._mine:
             return Bags([], [], [])
         got = got.view(self._ranks, len(self._mine), lengths.shape[-1])
-        each = got.sum(2)  # [ranks, my tables]
+        each = got.sum(2)  # [ranks, local tables]
         before = each.cumsum(0) - each
         target = self._begin + before[:, self._table_of] + self._number
         target = target.masked_fill(self._number >= each[:, self._table_of], sum(self._pieces)).reshape(-1)
@@ -103,7 +104,7 @@ class FixedExchange:
         return Bags(pieces[0], list(offsets.unbind(0)), pieces[1] if weights is not None else [])
 
     def _to_rows(self, values: Tensor, lengths: Tensor, table: Tensor, unused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Each index goes to the rank of its row, and is counted from that rank's first row."""
+        """Routes each index to the rank of its row, and makes it relative to that rank's first row."""
         block = self._block[table]
         owner = values.long().div(block, rounding_mode="floor").clamp_(0, self._ranks - 1)
         key = (owner * self._tables + table).masked_fill(unused, self._ranks * self._tables)
@@ -129,7 +130,7 @@ class FixedExchange:
 
 
 def rooms_of(max_values: int | Sequence[int], tables: int, name: str) -> list[int]:
-    """A number for each table. ValueError where it is none."""
+    """One limit per table. Raises ValueError if `max_values` is invalid."""
     rooms = [max_values] * tables if isinstance(max_values, int) else list(max_values)
     if len(rooms) != tables or any(isinstance(one, bool) or not isinstance(one, int) or one < 1 for one in rooms):
         raise ValueError(
@@ -140,7 +141,7 @@ def rooms_of(max_values: int | Sequence[int], tables: int, name: str) -> list[in
 
 
 def trimmed(values: Tensor, lengths: Tensor, weights: Tensor | None, rooms: list[int], names: Any, name: str) -> Any:
-    """On CPUs: without the room behind, and checked."""
+    """On CPUs: checks the limits and removes the unused room."""
     counts = lengths.sum(1).tolist()
     for table, (count, room) in enumerate(zip(counts, rooms, strict=True)):
         if count > room:

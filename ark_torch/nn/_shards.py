@@ -1,4 +1,4 @@
-"""The rows of embedding tables that a rank has: which they are, their first values, and how checkpoints see them."""
+"""The rows of embedding tables on this rank: which they are, their initial values, and their form in checkpoints."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-ROWS_AT_ONCE = 1 << 14  # that one seed is for
+ROWS_AT_ONCE = 1 << 14  # rows per seed
 
 
 class TableShard(nn.Module):
-    """Rows of one table: `weight`, and `sum` where an optimizer keeps a number a row."""
+    """Rows of one table: `weight`, and `sum` if an optimizer keeps one number per row."""
 
     sum: Tensor | None
 
     def __init__(self, table: int, rows: int, first: int, weight: Tensor) -> None:
         super().__init__()
-        self.table, self.rows, self.first = table, rows, first  # the table, its rows, and the first that is here
+        self.table, self.rows, self.first = table, rows, first  # the table, its local rows, and the first of them
         self.weight = nn.Parameter(weight, requires_grad=True)
         self.register_buffer("sum", None)
 
     def reset_parameters(self) -> None:
-        """Normal values, of seeds that tell table and rows: the same however the table is split."""
+        """Draws normal values from seeds that depend on table and row only, so that they do not depend on the
+        sharding."""
         rows, dim = self.weight.shape
         seed = torch.initial_seed()
         generator = torch.Generator(self.weight.device)
@@ -41,7 +42,7 @@ class TableShard(nn.Module):
 
 
 def balanced(sizes: list[int], ranks: int) -> list[int]:
-    """Whose each table is: the largest first, each to the rank that has least."""
+    """The owner of each table: assigns the largest first, each to the least loaded rank."""
     owners, load = [0] * len(sizes), [0] * ranks
     for table in sorted(range(len(sizes)), key=lambda t: (-sizes[t], t)):
         owners[table] = min(range(ranks), key=lambda r: (load[r], r))
@@ -50,12 +51,12 @@ def balanced(sizes: list[int], ranks: int) -> list[int]:
 
 
 def block_of(rows: int, ranks: int) -> int:
-    """Rows of each rank but the last ones, as torch.chunk has them."""
+    """Rows per rank, except the last ranks, as in torch.chunk."""
     return -(-rows // ranks)
 
 
 def as_dtensor(local: Tensor, rows: int, group: dist.ProcessGroup | None) -> DTensor:
-    """The rows of this rank as part of the whole table, for checkpoints."""
+    """This rank's rows as part of the whole table, for checkpoints."""
     mesh = DeviceMesh.from_group(group or dist.distributed_c10d._get_default_group(), local.device.type)
     shape = torch.Size((rows, *local.shape[1:]))
     stride = (local.shape[1], 1) if local.dim() == 2 else (1,)
@@ -63,7 +64,7 @@ def as_dtensor(local: Tensor, rows: int, group: dist.ProcessGroup | None) -> DTe
 
 
 def rows_of(value: Any, shard: TableShard, rows: int, row_wise: bool) -> Tensor:
-    """What a state dict has for this shard: of a whole table, or of these rows."""
+    """This shard's value from a state dict that holds either the whole table or these rows."""
     if isinstance(value, DTensor):
         value = value.to_local() if row_wise else value.full_tensor()
     tensor: Tensor = value

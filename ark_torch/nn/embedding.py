@@ -1,8 +1,8 @@
-"""Embedding tables that are split over ranks, for models whose ranks each read a mini-batch of their own.
+"""Embedding tables sharded over ranks, for models whose ranks each read their own mini-batch.
 
-Communication and arithmetic are C++: ark::exchange_bags brings bags to the tables, ark::embedding_bag_all_to_all brings
-what is pooled back, and in the backward pass gradients to the tables. Here is which rank has what, and what a
-checkpoint holds.
+Communication and arithmetic are C++: ark::exchange_bags sends bags to the tables; ark::embedding_bag_all_to_all returns
+the pooled results and, in the backward pass, sends gradients to the tables. This module decides which rank holds which
+rows, and what a checkpoint contains.
 """
 
 from __future__ import annotations
@@ -23,57 +23,58 @@ _NAME = "ark: ShardedEmbeddingBags: "
 
 
 class ShardedEmbeddingBags(nn.Module):
-    """`torch.nn.EmbeddingBag`s of one dimension whose tables are split over a group's ranks.
+    """`torch.nn.EmbeddingBag`s of one dimension whose tables are sharded over a group's ranks.
 
-    Each rank passes the bags of its own samples, for all tables, and gets these pooled; which rank has which rows is
-    the module's matter. Collective: all ranks call it, with as many samples each.
+    Each rank passes the bags of its own samples for all tables and gets them pooled; the module handles the placement
+    of rows. Collective: all ranks call it, with the same number of samples.
 
     Args:
-        tables: `{name: (num_embeddings, embedding_dim)}`, or a list of these pairs, whose names are "0", "1", ...; the
-            same on all ranks, all of the same dimension.
+        tables: `{name: (num_embeddings, embedding_dim)}`, or a list of these pairs, named "0", "1", ...; the same on
+            all ranks, all with the same dimension.
         group: a group of the backend "ark"; None: the default group.
         mode: "sum" or "mean".
-        sharding: "table_wise": each table is on one rank, the largest given first, each to the rank that has least.
-            "row_wise": each table's rows are split over all ranks in equal blocks; a rank's partial sums are rounded to
-            the tables' dtype, added in float32 in rank order and rounded once; a mean is divided once, at the end.
-        sparse: gradients are sparse, as of `torch.nn.EmbeddingBag(sparse=True)`.
+        sharding: "table_wise": each table is on one rank; the largest are assigned first, each to the least loaded
+            rank. "row_wise": each table's rows are split over all ranks in equal blocks; a rank's partial sums are
+            rounded to the tables' dtype, added in float32 in rank order and rounded once; a mean is divided once, at
+            the end.
+        sparse: whether gradients are sparse, as with `torch.nn.EmbeddingBag(sparse=True)`.
         optimizer_class: `ark_torch.ops.SGD` or `RowwiseAdagrad`: the backward pass updates the rows in place, and
-            parameters take no gradients. `optimizer` is the optimizer, for learning rate schedulers.
+            parameters get no gradients. The attribute `optimizer` is the optimizer, for learning rate schedulers.
         optimizer_kwargs: its arguments, such as `{"lr": 0.1}`.
-        average_gradients: the loss is the mean over ranks of each rank's own loss, as with DistributedDataParallel;
-            False: their sum.
-        include_last_offset: offsets hold one more element a table, where the last bag ends.
-        max_values: the most indices that a rank has for a table in a call; a number, or one for each table; the same on
-            all ranks. On GPUs what ranks send each other then has fixed sizes, as large as that allows (row-wise to
-            each rank), the host waits for nothing, and a step may be captured in a CUDA graph
-            (`ark_torch.train.capture`). Indices are of one dtype on all ranks, and may have room behind the last one
-            that lengths name. More than that many end the GPU's context, as a failed assertion does.
-        device, dtype: of the tables; float32, float16 or bfloat16 (on the CPU float64, too).
+        average_gradients: whether the loss is the mean over ranks of each rank's own loss, as with
+            DistributedDataParallel; False: their sum.
+        include_last_offset: whether offsets hold one more element per table, the end of the last bag.
+        max_values: maximum number of indices that a rank passes for a table in one call; a number, or one per table;
+            the same on all ranks. On GPUs messages then have a fixed size, as large as this limit (row-wise: to each
+            rank), the host never waits, and a CUDA graph can capture the step (`ark_torch.train.capture`). Indices must
+            have one dtype on all ranks, and may have unused room after the last one counted by lengths. Exceeding the
+            limit ends the GPU's context, like a failed assertion.
+        device, dtype: device and dtype of the tables; float32, float16 or bfloat16 (on the CPU float64, too).
 
     Attributes:
-        tables: by name, what this rank has of each table: `tables["user"].weight` is `[rows here, dim]`, and `.sum` the
-            state of RowwiseAdagrad. Table-wise, only the tables of this rank are there.
+        tables: this rank's part of each table, by name: `tables["user"].weight` is `[local rows, dim]`, and `.sum` the
+            state of RowwiseAdagrad. Table-wise, it contains only this rank's tables.
 
-    First values are normal, and depend on `torch.initial_seed()` and the table alone, not on ranks or sharding.
+    Initial values are normal and depend only on `torch.initial_seed()` and the table, not on ranks or sharding.
 
-    `state_dict()` has `tables.NAME.weight` (and `.sum`): table-wise of this rank's tables, row-wise as DTensors.
-    `torch.distributed.checkpoint` saves it, and loads it onto another number of ranks or into the other sharding; and
-    `load_state_dict` also takes whole tables, such as those of `nn.ModuleDict` of `nn.EmbeddingBag`.
-    DistributedDataParallel is for the rest of a model: wrap the other modules, since parameters here differ by rank.
+    `state_dict()` has `tables.NAME.weight` (and `.sum`): of this rank's tables (table-wise), or as DTensors (row-wise).
+    `torch.distributed.checkpoint` saves it, and loads it with another number of ranks or the other sharding.
+    `load_state_dict` also accepts whole tables, such as those of an `nn.ModuleDict` of `nn.EmbeddingBag`. Wrap only the
+    other modules of a model in DistributedDataParallel, since these parameters differ by rank.
 
     Example:
         >>> bags = ark_torch.nn.ShardedEmbeddingBags({"user": (10_000, 64), "item": (500, 64)},
         ...                                          optimizer_class=ark_torch.ops.RowwiseAdagrad,
         ...                                          optimizer_kwargs={"lr": 0.05})
-        >>> bags([users, items], [user_offsets, item_offsets]).shape  # of 32 samples
+        >>> bags([users, items], [user_offsets, item_offsets]).shape  # 32 samples
         torch.Size([32, 2, 64])
 
     Raises:
-        ValueError: tables of several dimensions, an unknown sharding, or sparse together with an optimizer.
+        ValueError: tables have several dimensions, the sharding is unknown, or sparse is combined with an optimizer.
     """
 
-    _fixed_on_cpus = False  # max_values means the same there, too: for tests
-    _like: Tensor  # no elements, of the tables' dtype and device: a rank may have no table
+    _fixed_on_cpus = False  # for tests: max_values has the same effect on CPUs
+    _like: Tensor  # empty; has the tables' dtype and device, since a rank may have no table
 
     def __init__(
         self,
@@ -130,7 +131,7 @@ class ShardedEmbeddingBags(nn.Module):
         self.register_load_state_dict_pre_hook(_own_rows)  # type: ignore[no-untyped-call]
 
     def _share(self, table: int, rows: int) -> tuple[int, int]:
-        """First row, and how many, of a table on this rank."""
+        """First row and number of rows of a table on this rank."""
         if not self.row_wise:
             return 0, rows
         block = block_of(rows, self.ranks)
@@ -140,12 +141,12 @@ class ShardedEmbeddingBags(nn.Module):
         return [shard for shard in self.tables.values() if isinstance(shard, TableShard)]
 
     def reset_parameters(self) -> None:
-        """New first values; the state of an optimizer stays."""
+        """Draws new initial values; the optimizer's state is kept."""
         for shard in self._shards():
             shard.reset_parameters()
 
     def _apply(self, fn: Any, recurse: bool = True) -> ShardedEmbeddingBags:
-        """Where buffers move, the optimizer's state is what they have become, and its learning rate is beside them."""
+        """After buffers move, points the optimizer's state at the new ones and places its learning rate beside them."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.optimizer is not None:
             for shard in self._shards():
@@ -163,28 +164,29 @@ class ShardedEmbeddingBags(nn.Module):
         """Pools the bags of this rank's own samples.
 
         Args:
-            indices: int32 or int64, a tensor for each table, in the order of `tables`. Without offsets they are
-                `[batch, length]`: bags of one length a table. Or one object with `values()` (all indices, table by
-                table), `lengths()` (of the bags: `[tables * batch]`) and perhaps `weights_or_none()`: a
-                `torchrec.KeyedJaggedTensor`, whose keys, where it has `keys()`, are the tables' names in their order.
-            offsets: for each table where each sample's bag begins, `[batch]`.
-            per_sample_weights: a factor for each index, in the shapes of the indices; mode "sum" only. They are data:
-                no gradient is made of them.
+            indices: int32 or int64, one tensor per table, in the order of `tables`. Without offsets they are `[batch,
+                length]`: bags of one length per table. Or one object with `values()` (all indices, table by table),
+                `lengths()` (of the bags: `[tables * batch]`) and optionally `weights_or_none()`: a
+                `torchrec.KeyedJaggedTensor`, whose keys, if it has `keys()`, must be the tables' names in their order.
+            offsets: for each table, the start of each sample's bag, `[batch]`.
+            per_sample_weights: a factor for each index, with the shapes of the indices; mode "sum" only. They get no
+                gradient.
 
         Returns:
-            `[batch, tables, dim]`, of the tables' dtype.
+            `[batch, tables, dim]`, in the tables' dtype.
 
         Raises:
-            IndexError: an index is not a row of its table; names both. On CPU tensors, before anything is sent; on a
-                GPU as `ark_torch.ops.embedding_bag_all_to_all` does.
-            ValueError, TypeError: another argument will not do.
-            torch.distributed.DistBackendError: a rank refused its arguments, or ranks have other numbers of samples.
+            IndexError: an index is not a row of its table; names both. On CPU tensors it is raised before anything is
+                sent; on a GPU as in `ark_torch.ops.embedding_bag_all_to_all`.
+            ValueError, TypeError: another argument is invalid.
+            torch.distributed.DistBackendError: a rank rejected its arguments, or ranks have different numbers of
+                samples.
         """
         values, lengths, weights = self._jagged(indices, offsets, per_sample_weights)
         return self._pool(values, lengths, weights)
 
     def _jagged(self, indices: Any, offsets: Any, weights: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Values and lengths of all tables, one behind the other."""
+        """Concatenated values and lengths of all tables."""
         count = len(self.names)
         if hasattr(indices, "lengths") and hasattr(indices, "values") and not isinstance(indices, Tensor):
             keys = list(indices.keys()) if hasattr(indices, "keys") else self.names
@@ -212,7 +214,7 @@ class ShardedEmbeddingBags(nn.Module):
                 raise ValueError(
                     f"{_NAME}indices have {sorted(batches)} rows. Give all tables bags of the same samples."
                 )
-            batch = batches.pop()  # filled on the device: nothing is copied there, which a CUDA graph would repeat
+            batch = batches.pop()  # filled on the device: a CUDA graph would repeat a copy from the host
             lengths = torch.stack([table.new_full((batch,), table.shape[1]) for table in indices])
         else:
             if len({begins.numel() for begins in offsets}) != 1:
@@ -226,7 +228,7 @@ class ShardedEmbeddingBags(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _exchange(self, values: Tensor, lengths: Tensor, weights: Tensor | None) -> Any:
-        """Indices, offsets and weights of this rank's tables; whether some rank trains."""
+        """Indices, offsets and weights of this rank's tables, and whether any rank trains."""
         if weights is not None:
             if self.mode == "mean":
                 raise ValueError(f"{_NAME}per_sample_weights are given, and mode is 'mean'. Pass mode='sum', or none.")
@@ -257,7 +259,7 @@ class ShardedEmbeddingBags(nn.Module):
         known = [len(self.names) if self.row_wise else self.owners.count(r) for r in range(self.ranks)]
         like = torch.empty_like(self._like, requires_grad=trained)
         mode = "sum" if self.row_wise else self.mode
-        fixed = self._rooms is not None and (values.is_cuda or self._fixed_on_cpus)  # bags end with an offset, then
+        fixed = self._rooms is not None and (values.is_cuda or self._fixed_on_cpus)  # bags then end with an offset
         update = update_of(tables, self.sparse, self.optimizer)
         out = pool(
             tables, bags, offsets, factors, like, name_of(self.group), mode, fixed, known, *update,
@@ -270,12 +272,12 @@ class ShardedEmbeddingBags(nn.Module):
         order = sorted(range(len(self.names)), key=lambda t: (self.owners[t], t))
         if order == sorted(order):
             return out
-        if out.device not in self._places:  # with the first call, which is not captured
+        if out.device not in self._places:  # created in the first call, which is not captured
             self._places[out.device] = torch.tensor([order.index(t) for t in range(len(order))], device=out.device)
         return out.index_select(1, self._places[out.device])
 
     def _added(self, out: Tensor, lengths: Tensor) -> Tensor:
-        """Of the ranks' partial sums."""
+        """The sum or mean over the ranks' partial sums."""
         if self.ranks == 1 and self.mode == "sum":
             return out
         wide = torch.promote_types(out.dtype, torch.float32)
@@ -293,7 +295,7 @@ class ShardedEmbeddingBags(nn.Module):
 
 
 def _keys(module: ShardedEmbeddingBags, prefix: str) -> list[tuple[str, str, int, str]]:
-    """Key, name, rows and field of all that tables may have in a state dict."""
+    """Key, name, rows and field of every entry that tables may have in a state dict."""
     return [
         (f"{prefix}tables.{name}.{field}", name, rows, field)
         for name, rows in zip(module.names, module.rows, strict=True)
@@ -302,14 +304,14 @@ def _keys(module: ShardedEmbeddingBags, prefix: str) -> list[tuple[str, str, int
 
 
 def _whole_tables(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Row-wise, a rank says which rows of a table it has."""
+    """Row-wise: replaces a rank's rows by a DTensor of the whole table."""
     for key, _, rows, _ in _keys(module, prefix):
         if module.row_wise and isinstance(state.get(key), Tensor):
             state[key] = as_dtensor(state[key], rows, module.group)
 
 
 def _own_rows(module: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Takes this rank's rows of whole tables; what other ranks have is left out."""
+    """Takes this rank's rows of whole tables, and drops the tables of other ranks."""
     for key, name, rows, _ in _keys(module, prefix):
         if key not in state:
             continue

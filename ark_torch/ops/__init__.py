@@ -1,7 +1,7 @@
-"""Operators that compute and communicate at once, on the groups of the backend "ark".
+"""Operators that overlap computation and communication on groups of the backend "ark".
 
-Each gives the bits of its unfused form over the same group, is differentiable, may be captured in CUDA graphs, and
-works under torch.compile of any backend.
+Each returns the same bits as its unfused form over the same group, is differentiable, can be captured in CUDA graphs,
+and works under torch.compile with any backend.
 """
 
 from ark_torch.ops import moe_compiled  # noqa: F401  (defines an operator)

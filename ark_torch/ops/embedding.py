@@ -1,7 +1,7 @@
-"""Pooled embeddings with the all-to-all in the same kernel: what users call, its fake kernel and its gradient.
+"""Pooled embeddings fused with the all-to-all: the public function, its fake kernel and its gradient.
 
-The operator itself is C++ (csrc/ops). Here ranks tell each other what tables they have before an eager call, so that
-autograd knows on every rank whether there will be a backward pass; a rank without a table takes part in it, too.
+The operator itself is C++ (csrc/ops). Before an eager call the ranks exchange their tables' layouts here, so that
+autograd knows on every rank whether a backward pass will follow; a rank without tables takes part in it, too.
 """
 
 from __future__ import annotations
@@ -35,51 +35,51 @@ def embedding_bag_all_to_all(
     sparse: bool = False,
     optimizer: FusedOptimizer | None = None,
 ) -> Tensor:
-    """Pools the bags of this rank's tables for the samples of all ranks, and gives each rank its samples' bags.
+    """Pools the bags of this rank's tables for the samples of all ranks, and returns the bags of this rank's samples.
 
-    The same as `F.embedding_bag` of every table, stacked, followed by an all-to-all over the samples and a permute; on
-    GPUs one kernel that stores each bag at its final place, on this GPU or a peer's. Rows are added in float32 (float64
-    in float64) in the order of the indices and rounded once. Collective: all ranks call it, in the same order.
+    Equivalent to `F.embedding_bag` of every table, stacked, then an all-to-all over the samples and a permute. On GPUs
+    one kernel stores each bag at its final place, on this GPU or a peer's. Rows are added in float32 (float64 in
+    float64) in the order of the indices and rounded once. Collective: all ranks call it, in the same order.
 
     Args:
         tables: this rank's embedding tables, `[rows, dim]` each, contiguous, with the same dim on all ranks; float32,
             float16 or bfloat16 (on CPU float64, too). A rank may have none.
-        indices: rows that the bags name, int32 or int64 of one dimension, one tensor a table.
-        offsets: where each bag begins among the table's indices, as in `F.embedding_bag`: world size times B bags, the
-            B samples of rank 0 first. A bag may be empty: it gives zeros.
+        indices: the bags' rows, int32 or int64, one-dimensional, one tensor per table.
+        offsets: the start of each bag in the table's indices, as in `F.embedding_bag`: world size times B bags, the B
+            samples of rank 0 first. An empty bag gives zeros.
         group: a group of the backend "ark"; None: the default group.
         mode: "sum" or "mean".
-        per_sample_weights: a factor for each index, of the tables' dtype and the indices' shapes; mode "sum" only.
-        include_last_offset: offsets hold one more element, where the last bag ends.
-        tables_per_rank: how many tables each rank has. Where it is given, and every rank has one, CUDA calls need no
-            word between the hosts of the ranks, and torch.compile knows the result's shape.
+        per_sample_weights: a factor for each index, with the tables' dtype and the indices' shapes; mode "sum" only.
+        include_last_offset: whether offsets hold one more element, the end of the last bag.
+        tables_per_rank: number of tables of each rank. If it is given and every rank has a table, CUDA calls need no
+            message between the ranks' hosts, and torch.compile knows the result's shape.
         like: on a rank without tables, under torch.compile: a tensor with the tables' dtype and device.
-        sparse: gradients of tables are coalesced sparse tensors (of `torch.sparse_coo`), as those of
-            `torch.nn.EmbeddingBag(sparse=True)`, for `torch.optim.SparseAdam` or `SGD`. The host asks the GPU how many
-            rows they have, so a CUDA graph cannot hold them; torch.compile leaves the call to eager PyTorch.
+        sparse: whether gradients of tables are coalesced sparse tensors (`torch.sparse_coo`), as with
+            `torch.nn.EmbeddingBag(sparse=True)`, for `torch.optim.SparseAdam` or `SGD`. The host reads their number of
+            rows from the GPU, so a CUDA graph cannot capture them, and torch.compile runs the call in eager PyTorch.
         optimizer: `SGD` or `RowwiseAdagrad` of this package, made for these tables: the backward pass updates the rows
-            in place, and tables get no gradient, whether or not they require one. All ranks pass one, or none. It is
-            `loss.backward()` that does it, not `torch.autograd.grad` of other tensors.
+            in place, and tables get no gradient, whether or not they require one. All ranks pass one, or none does.
+            Only `loss.backward()` updates, not `torch.autograd.grad` of other tensors.
 
     Returns:
-        `[B, tables of rank 0 + of rank 1 + ..., dim]`, for this rank's samples, of the tables' dtype and device.
+        `[B, tables of rank 0 + of rank 1 + ..., dim]`, for this rank's samples, with the tables' dtype and device.
 
-    What bags bring a row of a table is summed in float32 in the order of the indices (of more than 64 indices: 64 at a
-    time, and these sums in order) and rounded once, so that gradients and updates are the same in every run. Either all
-    ranks that have tables train them, or none. A table that is updated in place takes part in one call until its
-    backward pass is done; autograd raises where it has changed in between.
+    A row's gradient is summed over the bags in float32 in the order of the indices (more than 64 indices: in groups of
+    64, and these sums in order) and rounded once, so that gradients and updates are the same in every run. Either all
+    ranks that have tables train them, or none. A table that is updated in place may take part in only one call until
+    its backward pass is done; autograd raises if it has changed in between.
 
     Raises:
-        IndexError: an index is not a row of its table; names table and index. On the CPU before anything is written; on
-            a GPU the launch ends the process's CUDA context, as a failed assertion does, and the next call of the
-            operator raises this.
-        ValueError, TypeError: another argument will not do, or the group is not ark's.
-        torch.distributed.DistBackendError: a rank refused its arguments, or ranks differ in batch, dim, dtype, mode or
-            in whether they train; or what ended the group.
+        IndexError: an index is not a row of its table; names table and index. On the CPU it is raised before anything
+            is written; on a GPU the launch ends the process's CUDA context, like a failed assertion, and the next call
+            of the operator raises it.
+        ValueError, TypeError: another argument is invalid, or the group is not ark's.
+        torch.distributed.DistBackendError: a rank rejected its arguments, ranks differ in batch, dim, dtype, mode or in
+            whether they train, or the group has failed.
 
     Example:
         >>> out = ark_torch.ops.embedding_bag_all_to_all([users, items], [u, i], [u_offsets, i_offsets], group)
-        >>> out.shape  # 2 ranks with 2 tables each, 64 samples a rank, rows of 128 columns
+        >>> out.shape  # 2 ranks with 2 tables each, 64 samples per rank, rows of 128 columns
         torch.Size([64, 4, 128])
     """
     name = name_of(group)
@@ -97,7 +97,7 @@ def name_of(group: dist.ProcessGroup | None) -> str:
 def update_of(
     tables: list[Tensor], sparse: bool, optimizer: FusedOptimizer | None
 ) -> tuple[str, list[Tensor], Tensor | None, float, Tensor | None]:
-    """What the backward pass does, as `pool` takes it."""
+    """The backward pass's update, as arguments of `pool`."""
     if optimizer is None:
         return "sparse" if sparse else "dense", [], None, 0.0, None
     if sparse:
@@ -125,7 +125,7 @@ def pool(
     trigger: Tensor | None,
     met: tuple[int, int] | None = None,
 ) -> Tensor:
-    """The operator; `met`: batch and dim, where ranks know from each other what `known` says and these are."""
+    """Calls the operator; `met`: batch and dim, if the ranks have already exchanged these and `known`."""
     in_place = trigger is not None
     training = torch.is_grad_enabled()
     trained = training and (in_place or any(one.requires_grad for one in (*tables, *weights)))
@@ -150,12 +150,12 @@ def pool(
     return result
 
 
-# A graph that is compiled cannot hold gradients whose size is found by counting.
+# A compiled graph cannot hold gradients whose size depends on the data.
 _pool_eagerly: Callable[..., Tensor] = torch.compiler.disable(pool)  # type: ignore[no-untyped-call]
 
 
 def _needs_no_word(tables: list[Tensor], tables_per_rank: list[int] | None) -> bool:
-    """What each rank knows by itself; only where that is so on all ranks alike."""
+    """Whether no exchange between hosts is needed. Depends only on values equal on all ranks."""
     return tables_per_rank is not None and all(tables_per_rank) and bool(tables) and tables[0].is_cuda
 
 

@@ -1,9 +1,9 @@
-"""Products with a collective in them: what users call, their fake kernels and their gradients.
+"""Products fused with a collective: the public functions, their fake kernels and their gradients.
 
-The operators themselves are C++ (csrc/ops). The gradient of each is made of the others: that of a reduce_scatter is an
-all_gather and the other way round; after an all_reduce every rank has the whole gradient, and products alone are left
-(Megatron's g). The backward pass of `all_gather_matmul` gathers `a` anew: to keep all ranks' rows until then would give
-back the memory that sequence parallelism saves.
+The operators themselves are C++ (csrc/ops). Each gradient consists of the other operators: that of a reduce_scatter is
+an all_gather and vice versa; after an all_reduce every rank has the whole gradient, so only products remain (Megatron's
+g). The backward pass of `all_gather_matmul` gathers `a` again: keeping all ranks' rows would lose the memory that
+sequence parallelism saves.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ from ark_torch import _C  # noqa: F401  (defines torch.ops.ark)
 
 
 def matmul_all_reduce(a: Tensor, b: Tensor, group: dist.ProcessGroup | None = None, *, form: str = "auto") -> Tensor:
-    """The sum of all ranks' products `a @ b`: of a linear layer that is split along its inputs.
+    """The sum of all ranks' products `a @ b`, as in a linear layer split along its inputs.
 
-    Products are rounded to the dtype, added in float32 in rank order and rounded once; form "unfused", and CPU ranks,
-    give the bits of `torch.mm(a, b)` followed by the group's `all_reduce`. Collective: all ranks call it, in the same
-    order.
+    Products are rounded to the dtype, added in float32 in rank order and rounded once. Form "unfused", and CPU ranks,
+    give the same bits as `torch.mm(a, b)` followed by the group's `all_reduce`. Collective: all ranks call it, in the
+    same order.
 
     Args:
-        a: `[m, k]`, float32, float16, bfloat16 or float64, on the CPU or a CUDA device; any strides. k may be another
-            on each rank.
-        b: `[k, n]`, of the dtype and device of `a`; any strides: a weight of `torch.nn.Linear` is passed as
-            `weight.t()`.
+        a: `[m, k]`, float32, float16, bfloat16 or float64, on the CPU or a CUDA device; any strides. k may differ by
+            rank.
+        b: `[k, n]`, with the dtype and device of `a`; any strides: pass a weight of `torch.nn.Linear` as `weight.t()`.
         group: a group of the backend "ark"; None: the default group.
-        form: "unfused": PyTorch's product, then ark's collective. "fused": one kernel whose tiles leave as they are
-            finished (float16 and bfloat16 on Hopper). "auto": what was measured to be faster.
+        form: "unfused": PyTorch's product, then ark's collective. "fused": one kernel that sends each tile when it is
+            finished (float16 and bfloat16 on Hopper). "auto": the faster one by measurement.
 
     Returns:
         `[m, n]`, the same on all ranks.
@@ -40,9 +39,9 @@ def matmul_all_reduce(a: Tensor, b: Tensor, group: dist.ProcessGroup | None = No
     The gradients are `grad @ b^T` and `a^T @ grad`, without communication.
 
     Raises:
-        ValueError, TypeError: an argument will not do, or the group is not ark's.
-        torch.distributed.DistBackendError: another rank refused its arguments, or ranks differ in m, n, dtype or form;
-            or what ended the group. On CUDA devices ranks compare before the first call of a shape.
+        ValueError, TypeError: an argument is invalid, or the group is not ark's.
+        torch.distributed.DistBackendError: another rank rejected its arguments, ranks differ in m, n, dtype or form, or
+            the group has failed. On CUDA devices ranks compare before the first call of a shape.
 
     Example:
         >>> out = ark_torch.ops.matmul_all_reduce(hidden, down.weight.t(), group)
@@ -56,15 +55,15 @@ def matmul_reduce_scatter(
 ) -> Tensor:
     """The sum of all ranks' products `a @ b`, of which each rank gets its part of the rows.
 
-    As `matmul_all_reduce`, with `reduce_scatter_tensor` in the place of `all_reduce`.
+    Like `matmul_all_reduce`, with `reduce_scatter_tensor` instead of `all_reduce`.
 
     Args:
-        a: `[m, k]`; m is a multiple of the group's size. k may be another on each rank.
+        a: `[m, k]`; m is a multiple of the group's size. k may differ by rank.
         b: `[k, n]`.
-        group, form: as of `matmul_all_reduce`.
+        group, form: as in `matmul_all_reduce`.
 
     Returns:
-        `[m / world size, n]`: rank r has rows `r * m / world size` and on.
+        `[m / world size, n]`: rank r gets the rows from `r * m / world size`.
 
     The gradients are `all_gather_matmul(grad, b^T)` and `a^T @ all_gather(grad)`: either all ranks take the gradient of
     `a` (of `b`), or none.
@@ -79,22 +78,22 @@ def matmul_reduce_scatter(
 def all_gather_matmul(a: Tensor, b: Tensor, group: dist.ProcessGroup | None = None, *, form: str = "auto") -> Tensor:
     """The product of all ranks' rows with this rank's `b`.
 
-    Form "unfused", and CPU ranks, give the bits of `all_gather_into_tensor` followed by `torch.mm`; the one
-    kernel begins with the rank's own rows, and goes on as others arrive.
+    Form "unfused", and CPU ranks, give the same bits as `all_gather_into_tensor` followed by `torch.mm`. The fused
+    kernel starts with the rank's own rows and continues as others arrive.
 
     Args:
         a: `[m, k]`, the same shape on all ranks.
-        b: `[k, n]`; n may be another on each rank.
-        group, form: as of `matmul_all_reduce`.
+        b: `[k, n]`; n may differ by rank.
+        group, form: as in `matmul_all_reduce`.
 
     Returns:
         `[world size * m, n]`, rank 0's rows first.
 
-    The gradients are `matmul_reduce_scatter(grad, b^T)` and `all_gather(a)^T @ grad`, for which `a` is gathered anew:
+    The gradients are `matmul_reduce_scatter(grad, b^T)` and `all_gather(a)^T @ grad`, for which `a` is gathered again:
     either all ranks take the gradient of `a` (of `b`), or none.
 
     Raises:
-        As `matmul_all_reduce`; ranks may not differ in m, k, dtype and form.
+        As `matmul_all_reduce`; ranks must agree in m, k, dtype and form.
     """
     result: Tensor = torch.ops.ark.all_gather_matmul(a, b, _name_of(group), form, _trained(a, b), False)[0]
     return result
@@ -105,7 +104,7 @@ def _name_of(group: dist.ProcessGroup | None) -> str:
 
 
 def _trained(a: Tensor, b: Tensor) -> int:
-    """Which of the two take gradients; ranks compare it where the backward pass has a collective."""
+    """Which of the two take gradients; ranks compare it if the backward pass has a collective."""
     if not torch.is_grad_enabled():
         return 0
     return int(a.requires_grad) + 2 * int(b.requires_grad)
@@ -159,7 +158,7 @@ def _backward_reduce_scatter(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
             gradient, b.t(), ctx.group_name, ctx.form, _trained(gradient, b), needs_b and not _trained(gradient, b)
         )
     if needs_b:
-        # The operator's own copy of the rows takes no gradient: a second backward pass wants another.
+        # The operator's own gathered rows are not differentiable; a double backward needs a differentiable copy.
         if not needs_a or _trained(gradient, b):
             gathered = _gathered(gradient, ctx.group_name)
         of_b = torch.mm(a.t(), gathered)

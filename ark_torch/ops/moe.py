@@ -1,8 +1,8 @@
-"""Mixtures of experts: what users call, their fake kernels and their gradients.
+"""Mixtures of experts: the public functions, their fake kernels and their gradients.
 
-The operators themselves are C++ (csrc/ops/moe.hpp). Each way of rows is the gradient of the other: rows that go to
-their experts (`moe_dispatch`, `moe_scatter`) come back summed (`moe_gather`), and the other way round. Before an eager
-call that does not say how many tokens a rank may have, ranks tell each other.
+The operators themselves are C++ (csrc/ops/moe.hpp). Each direction is the gradient of the other: rows that go to their
+experts (`moe_dispatch`, `moe_scatter`) come back summed (`moe_gather`), and vice versa. In an eager call without
+`max_tokens`, the ranks first exchange their numbers of tokens.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ark_torch import _C  # noqa: F401  (defines torch.ops.ark)
 
 
 class MoeHandle(NamedTuple):
-    """Where a dispatch sent each choice: what `moe_combine` needs.
+    """Where a dispatch sent each choice; the input of `moe_combine`.
 
-    places: `[2, tokens, k]`, int32: the row on the expert's rank, and the choice's number among this rank's in the
-        order of experts; -1: the choice went nowhere.
-    rank_counts: `[world size, num_experts]`, int32: how many choices each rank sent to each expert.
-    max_tokens: the most tokens of any rank.
-    group_name: the group's.
+    places: `[2, tokens, k]`, int32: the row on the expert's rank, and the choice's number among this rank's choices in
+    expert order; -1: the choice was not sent.
+    rank_counts: `[world size, num_experts]`, int32: number of choices that each rank sent to each expert.
+    max_tokens: maximum number of tokens of any rank.
+    group_name: the group's name.
     """
 
     places: Tensor
@@ -44,47 +44,47 @@ def moe_dispatch(
 ) -> tuple[Tensor, Tensor, MoeHandle]:
     """Sends each token's row to each of its experts, which are spread evenly over the ranks.
 
-    Expert e is on rank `e // (num_experts / world size)`. A row goes straight into the block of its expert; nothing is
-    padded to a capacity, and nothing dropped. Collective: all ranks call it, in the same order. No host waits for a
-    GPU, so it may be captured in CUDA graphs; replays go by what `topk_ids` holds by then.
+    Expert e is on rank `e // (num_experts / world size)`. A row goes directly into its expert's block; there is no
+    capacity padding, and no row is dropped. Collective: all ranks call it, in the same order. No host waits for a GPU,
+    so CUDA graphs can capture it; replays use the current contents of `topk_ids`.
 
     Args:
-        x: `[tokens, dim]`, float32, float16 or bfloat16 on the CPU or a CUDA device (float64 on the CPU). Each rank has
-            its own number of tokens, perhaps none.
-        topk_ids: `[tokens, k]`, int32 or int64: the experts of each token, from 0 to below `num_experts`; -1: a choice
-            that goes nowhere. A token may name an expert more than once.
+        x: `[tokens, dim]`, float32, float16 or bfloat16 on the CPU or a CUDA device (float64 on the CPU). The number of
+            tokens may differ by rank and may be zero.
+        topk_ids: `[tokens, k]`, int32 or int64: the experts of each token, at least 0 and less than `num_experts`; -1:
+            a choice that is not sent. A token may name an expert more than once.
         group: a group of the backend "ark"; None: the default group.
-        num_experts: of all ranks together; a multiple of the group's size.
-        max_tokens: the most tokens of any rank, alike on all ranks. None: ranks tell each other on the host in every
-            eager call; under torch.compile all ranks have the same number of tokens.
-        max_rows: how many rows a rank may get, alike on all ranks. None: as many as there can be,
-            `world size * max_tokens * k`; where no token names an expert twice, no more than
-            `world size * max_tokens * min(k, num_experts / world size)` come. Each GPU keeps memory for a block of so
-            many rows, and for the choices of `max_tokens` tokens, for all calls of the group.
+        num_experts: total over all ranks; a multiple of the group's size.
+        max_tokens: maximum number of tokens of any rank, the same on all ranks. None: the hosts exchange it in every
+            eager call; under torch.compile all ranks must have the same number of tokens.
+        max_rows: maximum number of rows that a rank may receive, the same on all ranks. None: the upper bound, `world
+            size * max_tokens * k`; if no token names an expert twice, at most `world size * max_tokens * min(k,
+            num_experts / world size)` arrive. Each GPU keeps memory for this many rows, and for the choices of
+            `max_tokens` tokens, for all calls of the group.
 
     Returns:
-        rows: `[max_rows, dim]`: sorted by local expert, within an expert by the rank that sent them, then by token and
-            choice. Rows behind the last one that was sent are zeros.
-        counts: `[num_experts / world size]`, int64, on the device of `x`: how many rows each local expert got.
-        handle: what `moe_combine` needs (MoeHandle).
+        rows: `[max_rows, dim]`: sorted by local expert, then by sending rank, token and choice. Rows after the last
+            received one are zeros.
+        counts: `[num_experts / world size]`, int64, on the device of `x`: number of rows of each local expert.
+        handle: the input of `moe_combine` (MoeHandle).
 
     The gradient of `x` is the sum of its rows' gradients, added in float32 in the order of the choices and rounded
     once. Either all ranks take it, or none.
 
     Raises:
-        IndexError: a number in `topk_ids` is no expert; names place and value. On the CPU before anything is sent; on a
-            GPU the launch ends the process's CUDA context, as a failed assertion does, and the next call of the
-            operator raises this.
-        ValueError: a rank gets more than `max_rows` (on all ranks; on a GPU as above), another argument will not do, or
+        IndexError: a number in `topk_ids` is not an expert; names place and value. On the CPU it is raised before
+            anything is sent; on a GPU the launch ends the process's CUDA context, like a failed assertion, and the next
+            call of the operator raises it.
+        ValueError: a rank gets more than `max_rows` (on all ranks; on a GPU as above), another argument is invalid, or
             the group is not ark's.
-        TypeError: a dtype will not do.
-        torch.distributed.DistBackendError: another rank refused its arguments, or ranks differ in dtype, dim, k,
-            num_experts, max_tokens or max_rows; or what ended the group. Where `max_tokens` is given, ranks with CUDA
-            tensors compare before the first call that is alike in all these.
+        TypeError: a dtype is not supported.
+        torch.distributed.DistBackendError: another rank rejected its arguments, ranks differ in dtype, dim, k,
+            num_experts, max_tokens or max_rows, or the group has failed. If `max_tokens` is given, ranks with CUDA
+            tensors compare all of these before the first call that uses them.
 
     Example:
         >>> rows, counts, handle = ark_torch.ops.moe_dispatch(x, topk_ids, group, num_experts=8)
-        >>> y = experts(rows, counts)  # of this rank; [max_rows, dim]
+        >>> y = experts(rows, counts)  # this rank's experts; [max_rows, dim]
         >>> out = ark_torch.ops.moe_combine(y, handle, topk_weights)
     """
     name = _name_of(group)
@@ -99,30 +99,30 @@ def moe_dispatch(
 def moe_combine(
     y: Tensor, handle: MoeHandle, topk_weights: Tensor | None = None, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Brings rows back from the experts, and adds up each token's.
+    """Returns rows from the experts, and sums each token's rows.
 
     A row's elements are multiplied by the choice's weight, added in float32 (float64 in float64) in the order of the
-    choices, and rounded once to the dtype of `y`. Collective, as `moe_dispatch`.
+    choices, and rounded once to the dtype of `y`. Collective, like `moe_dispatch`.
 
     Args:
-        y: `[max_rows, dim]`, where `moe_dispatch` put the rows that it belongs to; the dtypes and devices of its `x`;
-            dim may be another. Rows behind the last one that was sent are not looked at.
-        handle: of the dispatch, over the same group.
-        topk_weights: `[tokens, k]`, of any floating point dtype, on the device of `y`; it is taken in float32 (float64
-            of a float64 `y`). None: 1.
-        group: the group of the dispatch; None: that one.
+        y: `[max_rows, dim]`, in the row order of `moe_dispatch`; the dtypes and devices of its `x`; dim may differ.
+            Rows after the last received one are not read.
+        handle: the dispatch's handle, over the same group.
+        topk_weights: `[tokens, k]`, any floating point dtype, on the device of `y`; converted to float32 (float64 if
+            `y` is float64). None: 1.
+        group: the dispatch's group; None: the same.
 
     Returns:
-        `[tokens, dim]`: a token without a choice that goes anywhere has zeros.
+        `[tokens, dim]`; zeros for a token none of whose choices were sent.
 
-    The gradient of `y` is the token's gradient times the weight, rounded once, zeros behind the rows that were sent;
-    that of a weight is the product of the token's gradient and the row of `y`, for which rows are brought back anew.
-    Either all ranks take the gradient of `y` (of `topk_weights`), or none.
+    The gradient of `y` is the token's gradient times the weight, rounded once, and zero after the last received row.
+    The gradient of a weight is the dot product of the token's gradient and the row of `y`, for which the rows are
+    returned again. Either all ranks take the gradient of `y` (of `topk_weights`), or none.
 
     Raises:
-        ValueError, TypeError: an argument will not do, or is not of this dispatch.
-        torch.distributed.DistBackendError: another rank refused its arguments, or ranks differ in dtype or dim, or have
-            handles of different dispatches (compared on the CPU); or what ended the group.
+        ValueError, TypeError: an argument is invalid, or does not belong to this dispatch.
+        torch.distributed.DistBackendError: another rank rejected its arguments, ranks differ in dtype or dim or have
+            handles of different dispatches (compared on the CPU), or the group has failed.
     """
     if group is not None and _name_of(group) != handle.group_name:
         raise ValueError("ark: moe_combine: the handle is of a dispatch over another group. Pass that group, or none.")
@@ -145,31 +145,32 @@ def moe_layer(
     max_tokens: int | None = None,
     max_rows: int | None = None,
 ) -> Tensor:
-    """A mixture of experts in expert parallelism: `moe_dispatch`, this rank's feed-forward networks, `moe_combine`.
+    """A mixture of experts with expert parallelism: `moe_dispatch`, this rank's feed-forward networks, `moe_combine`.
 
-    An expert gives `w2 @ activation(w1 @ row)`; where w1 has twice as many rows as w2 has columns, it is gated: the
-    first half of `w1 @ row` goes through the activation, and is multiplied by the second half. Each step is rounded to
-    the dtype, as PyTorch's own operators do. Collective, as `moe_dispatch`.
+    An expert computes `w2 @ activation(w1 @ row)`. If w1 has twice as many rows as w2 has columns, the expert is gated:
+    the first half of `w1 @ row` goes through the activation and is multiplied by the second half. Each step is rounded
+    to the dtype, as in PyTorch's own operators. Collective, like `moe_dispatch`.
 
     Args:
-        x: `[tokens, dim]`, as of `moe_dispatch`.
-        topk_ids: `[tokens, k]`, as of `moe_dispatch`.
-        topk_weights: `[tokens, k]`, as of `moe_combine`.
-        w1: `[local experts, ffn, dim]`, or `[local experts, 2 * ffn, dim]` with the gate first; of the dtype and device
-            of `x`. Each rank has the weights of as many experts; `num_experts` is their number times the world size.
+        x: `[tokens, dim]`, as in `moe_dispatch`.
+        topk_ids: `[tokens, k]`, as in `moe_dispatch`.
+        topk_weights: `[tokens, k]`, as in `moe_combine`.
+        w1: `[local experts, ffn, dim]`, or `[local experts, 2 * ffn, dim]` with the gate first; with the dtype and
+            device of `x`. Each rank has the weights of the same number of experts; `num_experts` is that number times
+            the world size.
         w2: `[local experts, dim, ffn]`.
         group: a group of the backend "ark"; None: the default group.
         activation: "silu", "gelu", "gelu_tanh" or "relu".
-        max_tokens, max_rows: as of `moe_dispatch`.
+        max_tokens, max_rows: as in `moe_dispatch`.
 
     Returns:
-        `[tokens, dim]`, of the dtype of `x`.
+        `[tokens, dim]`, with the dtype of `x`.
 
     Gradients of `x`, `topk_weights`, `w1` and `w2`: either all ranks take one, or none.
 
-    On a GPU one kernel multiplies all experts of float16 and bfloat16 on Hopper, and PyTorch's grouped product those of
-    bfloat16 on later GPUs and in backward passes, where dim and ffn are multiples of 8. Others are multiplied one by
-    one, for which the host waits for the counts; in a captured graph each of them multiplies all rows.
+    On Hopper one kernel multiplies all float16 and bfloat16 experts. PyTorch's grouped product handles bfloat16 on
+    later GPUs and in backward passes, if dim and ffn are multiples of 8. All other cases multiply the experts one by
+    one, for which the host waits for the counts; in a captured graph each expert then multiplies all rows.
 
     Raises:
         As `moe_dispatch` and `moe_combine`.
@@ -194,7 +195,7 @@ def _world_of(group_name: Any) -> int:
 
 
 def _trained(*tensors: Tensor | None) -> int:
-    """Which take gradients, a bit each."""
+    """Which tensors take gradients, one bit each."""
     if not torch.is_grad_enabled():
         return 0
     return sum(1 << i for i, one in enumerate(tensors) if one is not None and one.requires_grad)
@@ -213,7 +214,7 @@ def _bounds(
     w2: Tensor | None = None,
     activation: str = "",
 ) -> tuple[int, int, bool]:
-    """max_tokens, max_rows, and whether ranks have met for them."""
+    """max_tokens, max_rows, and whether the ranks have exchanged them."""
     met = False
     if max_tokens is None:
         max_tokens = x.shape[0] if x.dim() else 0
@@ -288,7 +289,7 @@ def _fake_gather(
 def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     rows, places, rank_counts, weights, ctx.group_name, ctx.max_tokens, ctx.more, _ = inputs
     ctx.needs_rows, ctx.needs_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[3]
-    # Rows are kept for the gradient of the weights alone.
+    # The rows are kept only for the gradient of the weights.
     ctx.save_for_backward(rows if ctx.needs_weights else None, places, rank_counts, weights)
     ctx.rows, ctx.steps = rows.shape[0], rows.dim() == 3
 

@@ -1,7 +1,7 @@
-"""ark::moe_feed_forward, which the compiler puts in the place of all-to-all, experts, all-to-all.
+"""ark::moe_feed_forward, by which the compiler replaces an all-to-all, experts, all-to-all sequence.
 
-More than `moe_layer` takes: weights of a gate and of its factor apart, rows that are not summed, ranks of which nobody
-knows when a graph is made how many tokens they have. Of no user's concern, and without gradients.
+It is more general than `moe_layer`: separate gate weights, unsummed rows, and ranks whose numbers of tokens are unknown
+when the graph is built. It is internal and has no gradients.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def feed_forward(
     max_tokens: int,
     max_rows: int,
 ) -> Tensor:
-    """As `moe_layer`, with `w3` the weights of what the activation of `w1`'s rows is multiplied by; without weights of
-    the choices [tokens, k, dim]. A `max_tokens` of -1: ranks tell each other what they have, and the host waits."""
+    """Like `moe_layer`; `w3`, if given, holds the weights of the gate's second factor. Without `topk_weights` it
+    returns [tokens, k, dim]. If `max_tokens` is -1, the ranks exchange their counts, and the host waits."""
     ark: Any = torch.ops.ark
     met = max_tokens < 0
     if met:
         max_tokens, max_rows = _bounds(topk_ids, group_name, num_experts)
     rest = (max_tokens, max_rows, met, 0)
-    plain = w3 is None and w1.is_contiguous() and w2.is_contiguous()  # or the experts' own kernel would copy them
+    plain = w3 is None and w1.is_contiguous() and w2.is_contiguous()  # else the experts' own kernel would copy them
     if plain and topk_weights is not None:
         layer: Tensor = ark.moe_layer(x, topk_ids, topk_weights, w1, w2, group_name, num_experts, activation, *rest)[0]
         return layer
@@ -57,7 +57,7 @@ def feed_forward(
 
 
 def _bounds(topk_ids: Tensor, group_name: Any, num_experts: int) -> tuple[int, int]:
-    """The most tokens of any rank, and the most rows that come to any."""
+    """The maximum number of tokens of any rank, and of rows that any rank receives."""
     flat = topk_ids.flatten().long()
     counts = flat.new_zeros(num_experts + 2)
     counts.scatter_add_(0, torch.where(flat < 0, num_experts, flat), torch.ones_like(flat))
@@ -72,7 +72,7 @@ def _bounds(topk_ids: Tensor, group_name: Any, num_experts: int) -> tuple[int, i
 
 
 def _networks(rows: Tensor, counts: Tensor, w1: Tensor, w3: Tensor | None, w2: Tensor, activation: str) -> Tensor:
-    """The experts' networks by PyTorch's products, each step rounded to the dtype."""
+    """The experts' networks with PyTorch's products, each step rounded to the dtype."""
     through = _ACTIVATIONS[activation]
     if w3 is None and w1.shape[1] != w2.shape[2]:
         w1, w3 = w1.chunk(2, 1)

@@ -1,8 +1,8 @@
-"""Optimizers that the backward pass of embedding_bag_all_to_all applies in place: no gradient of a table is made.
+"""Optimizers that the backward pass of embedding_bag_all_to_all applies in place, without a gradient of the tables.
 
-They are `torch.optim.Optimizer`s, so that learning rate schedulers, `state_dict` and `param_groups` are as usual; what
-differs is that `step()` has nothing left to do. The learning rate is a tensor beside the tables, which the update reads
-when it runs: who changes it in place changes captured CUDA graphs and compiled functions, too.
+They are `torch.optim.Optimizer`s, so learning rate schedulers, `state_dict` and `param_groups` work as usual, but
+`step()` has nothing left to do. The learning rate is a tensor on the tables' device, which the update reads when it
+runs: changing it in place also affects captured CUDA graphs and compiled functions.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """What the optimizers of this module share; not one by itself."""
+    """Base class of this module's optimizers."""
 
     _kind = ""
-    _adapts = False  # keeps a number a row
-    trigger: Tensor  # takes a gradient, of no elements, in the place of the tables: so that there is a backward pass
+    _adapts = False  # whether it keeps one number per row
+    trigger: Tensor  # empty; takes a gradient instead of the tables, so that there is a backward pass
 
     def __init__(self, tables: Iterable[Tensor], lr: float | Tensor, eps: float = 0.0) -> None:
         name = type(self).__name__
@@ -29,7 +29,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"ark: {name}: eps is {eps}. Pass 0 or more.")
         super().__init__([{"params": list(tables)}], {"lr": lr, "eps": eps})
         self._views = any(table._is_view() for table in self.tables)
-        # Here, not in a compiled function: Dynamo of PyTorch 2.11 lets none write an optimizer's attributes.
+        # Here, not in a compiled function: Dynamo of PyTorch 2.11 cannot write an optimizer's attributes.
         rate = self._place_rate()
         like = self.tables[0] if self.tables else rate
         self.trigger = torch.empty(0, dtype=like.dtype, device=like.device, requires_grad=True)
@@ -47,7 +47,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return self._place_rate()
 
     def _place_rate(self) -> Tensor:
-        """A number that somebody has written into `param_groups` becomes the tensor's value."""
+        """Copies a number written into `param_groups` into the tensor."""
         group, tables = self.param_groups[0], self.tables
         like = tables[0] if tables else torch.empty(0)
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
@@ -64,7 +64,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return known
 
     def update_of(self, tables: list[Tensor]) -> tuple[str, list[Tensor], Tensor, float]:
-        """What the operator is told: kind, state of each table, learning rate and eps."""
+        """The operator's arguments: kind, state of each table, learning rate and eps."""
         known = self.tables
         if any(all(table is not one for one in known) for table in tables):
             raise ValueError(
@@ -72,7 +72,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 "the tensors that are passed as tables."
             )
         if self._views and torch.compiler.is_compiling():
-            # Inductor (to 2.15) copies a view that an operator writes, and may read beyond its end.
+            # Inductor (up to 2.15) copies a view that an operator writes, and may read beyond its end.
             raise ValueError(
                 "ark: embedding_bag_all_to_all: a table that optimizer= updates is a view into other memory, which "
                 "torch.compile does not write in place. Give each table memory of its own, as table.clone() has."
@@ -82,7 +82,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Updates nothing: the backward pass has. A learning rate that was set as a number is taken over."""
+        """Updates nothing, since the backward pass has done so. Applies a learning rate that was set as a number."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -91,7 +91,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Into the tensors that are there, which captured graphs have."""
+        """Loads into the existing tensors, which captured graphs use."""
         (group,), states = state_dict["param_groups"], state_dict["state"]
         if len(group["params"]) != len(self.tables):
             raise ValueError(
@@ -107,21 +107,21 @@ class FusedOptimizer(torch.optim.Optimizer):
 
 
 class SGD(FusedOptimizer):
-    """Stochastic gradient descent: `row -= lr * gradient`, for rows that bags name; no momentum, no weight decay.
+    """Stochastic gradient descent: `row -= lr * gradient`, for the bags' rows; no momentum, no weight decay.
 
     Args:
-        tables: the tables of `embedding_bag_all_to_all`, in place of which the backward pass is to write; perhaps none.
-        lr: the learning rate; a tensor of one element is copied.
+        tables: the tables of `embedding_bag_all_to_all` that the backward pass updates; possibly none.
+        lr: the learning rate; a one-element tensor is copied.
 
-    The same bits as `torch.optim.SGD` on the sparse gradient where rows are float32; rows of half types take the
-    gradient as it was summed, in float32, and are rounded once.
+    For float32 rows the result has the same bits as `torch.optim.SGD` on the sparse gradient. Rows of half precision
+    use the float32 sum of the gradient and are rounded once.
 
     Raises:
         ValueError: lr is negative.
 
     Example:
         >>> optimizer = ark_torch.ops.SGD(tables, lr=0.1)
-        >>> embedding_bag_all_to_all(tables, indices, offsets, optimizer=optimizer).sum().backward()  # rows are new
+        >>> embedding_bag_all_to_all(tables, indices, offsets, optimizer=optimizer).sum().backward()  # updates rows
     """
 
     _kind = "sgd"
@@ -131,16 +131,17 @@ class SGD(FusedOptimizer):
 
 
 class RowwiseAdagrad(FusedOptimizer):
-    """Adagrad with one number a row (FBGEMM's and TorchRec's EXACT_ROWWISE_ADAGRAD).
+    """Adagrad with one number per row (EXACT_ROWWISE_ADAGRAD of FBGEMM and TorchRec).
 
-    `sum += mean(gradient ** 2)` over the row's columns, `row -= lr / (sqrt(sum) + eps) * gradient`, for rows that bags
-    name: what all bags bring a row is added up first. `state[table]["sum"]` is `[rows]`, float32 (float64 of float64
-    tables), zero at first. The squares are added in a fixed order: blocks of 32 columns by neighbours, then the blocks.
+    `sum += mean(gradient ** 2)` over the row's columns, then `row -= lr / (sqrt(sum) + eps) * gradient`, for the bags'
+    rows; a row's gradient is first summed over all bags. `state[table]["sum"]` is `[rows]`, float32 (float64 for
+    float64 tables), initially zero. The squares are added in a fixed order: pairwise in blocks of 32 columns, then
+    block by block.
 
     Args:
-        tables: the tables of `embedding_bag_all_to_all`, in place of which the backward pass is to write; perhaps none.
-        lr: the learning rate; a tensor of one element is copied.
-        eps: added to the root.
+        tables: the tables of `embedding_bag_all_to_all` that the backward pass updates; possibly none.
+        lr: the learning rate; a one-element tensor is copied.
+        eps: added to the square root.
 
     Raises:
         ValueError: lr or eps is negative.

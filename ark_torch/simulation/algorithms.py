@@ -1,8 +1,8 @@
-"""Collectives within a node as csrc/collectives (CPU tensors) and csrc/collectives/cuda run them: who sends what when.
+"""Collectives within a node as in csrc/collectives (CPU tensors) and csrc/collectives/cuda: who sends what when.
 
-Each function returns a rank's process; `size` is the bytes of the whole tensor, as nccl-tests count them (all_gather:
-of the output, reduce_scatter: of the input). Chunks are the code's own up to MOST_CHUNKS of them, beyond that as many
-larger ones.
+Each function returns a rank's process. `size` is the whole tensor's bytes, counted like nccl-tests (all_gather: the
+output, reduce_scatter: the input). Up to MOST_CHUNKS chunks are the code's own; larger tensors have that many larger
+chunks.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ Work = Callable[[int], Process]
 
 
 def _others(ranks: list[int], rank: int) -> list[int]:
-    """Beginning with the next one, as senders take their turns."""
+    """The other ranks, starting with the next one: the order in which a rank sends."""
     at = ranks.index(rank)
     return ranks[at + 1 :] + ranks[:at]
 
 
 def one_shot(mail: Mail, ranks: list[int], size: float) -> Work:
-    """Every rank's whole input to every rank, which adds it up (cuda/one_shot.cuh)."""
+    """Every rank sends its whole input to every rank, which adds them (cuda/one_shot.cuh)."""
 
     def work(rank: int) -> Process:
         yield mail.wait(mail.engine.setup_us)
@@ -35,8 +35,8 @@ def one_shot(mail: Mail, ranks: list[int], size: float) -> Work:
 
 
 def two_shot(mail: Mail, ranks: list[int], size: float, in_turn: bool = False, gather: bool = True) -> Work:
-    """Parts to their owners, sums to all (cuda/two_shot.cuh; in_turn: collectives/cuda/copy_engine/copy_engine.cpp, one
-    peer at a time).
+    """Sends parts to their owners, and sums to all (cuda/two_shot.cuh; in_turn:
+    collectives/cuda/copy_engine/copy_engine.cpp, one peer at a time).
 
     gather: False for a reduce_scatter, which ends with the sums.
     """
@@ -61,7 +61,7 @@ def two_shot(mail: Mail, ranks: list[int], size: float, in_turn: bool = False, g
             if gather:
                 yield from put(rank, "sum", k)
 
-    # One stream of copies: the parts of the next piece before the sums of this one.
+    # One stream of copies: the parts of the next piece go before the sums of this one.
     def in_line(rank: int) -> Process:
         for k in range(pieces + 1):
             if k < pieces:
@@ -99,7 +99,7 @@ def move(mail: Mail, ranks: list[int], size: float, in_turn: bool = False) -> Wo
 
 
 def from_root(mail: Mail, ranks: list[int], size: float) -> Work:
-    """A broadcast straight from the first rank."""
+    """A broadcast directly from the first rank."""
 
     def work(rank: int) -> Process:
         yield mail.wait(mail.engine.setup_us)
@@ -112,7 +112,7 @@ def from_root(mail: Mail, ranks: list[int], size: float) -> Work:
 
 
 def relay(mail: Mail, ranks: list[int], size: float) -> Work:
-    """A broadcast whose receivers hand parts on to each other (cuda/relay.cuh)."""
+    """A broadcast whose receivers forward parts to each other (cuda/relay.cuh)."""
     root, peers = ranks[0], ranks[1:]
     part = size / len(peers) / GPU_PIECES
 
@@ -135,10 +135,12 @@ def relay(mail: Mail, ranks: list[int], size: float) -> Work:
 def through_memory(
     mail: Mail, ranks: list[int], size: float, chunk: float, publishes: float, reads: float, root: int = -1
 ) -> Work:
-    """Rounds over shared memory (collectives/cpu/rounds.hpp): a rank copies a chunk into its slot, its peers read it.
+    """Rounds over shared memory (collectives/cpu/rounds.hpp): a rank copies a chunk into its slot, and its peers read
+    it.
 
-    size: bytes of a rank's tensor, cut into chunks. Of each of its bytes a rank copies `publishes`, and works on
-    `reads` when the peers' have come. With a root it alone publishes, and the others alone read.
+    size: bytes of a rank's tensor, cut into chunks. For each of its bytes a rank copies `publishes` bytes, and
+    processes `reads` bytes when the peers' data has arrived. With a root only the root publishes, and only the others
+    read.
     """
     chunks = max(1, min(MOST_CHUNKS, -(-int(size) // max(1, int(chunk)))))
     each = size / chunks
@@ -167,7 +169,7 @@ def through_memory(
 
 
 def two_shot_through_memory(mail: Mail, ranks: list[int], size: float, chunk: float) -> Work:
-    """collectives/cpu/two_shot_reduce.cpp: inputs published one chunk ahead, own parts added, sums collected one
+    """collectives/cpu/two_shot_reduce.cpp: publishes inputs one chunk ahead, adds own parts, collects sums one chunk
     behind."""
     chunks = max(1, min(MOST_CHUNKS, -(-int(size) // max(1, int(chunk)))))
     each, n = size / chunks, len(ranks)
@@ -190,7 +192,7 @@ def two_shot_through_memory(mail: Mail, ranks: list[int], size: float, chunk: fl
                 yield from publish(rank, ("part", k + 1), each * (n - 1) / n)
             if k < chunks:
                 yield from read(rank, ("part", k))
-                yield from publish(rank, ("sum", k), each)  # n parts are read, and the sum is written
+                yield from publish(rank, ("sum", k), each)  # reads n parts, writes the sum
             if k > 0:
                 yield from read(rank, ("sum", k - 1))
                 yield mail.work(rank, each * (n - 1) / n)

@@ -1,9 +1,10 @@
 """Collectives of ranks on several nodes.
 
-Processes (CPU tensors) do what process_group/carriers/carried_communicator.cpp and carried_line.cpp do. GPUs on several
-nodes are NCCL's in this project; what is simulated for them is the plan of its hierarchical algorithms, not its code:
-chunks go through a reduce-scatter in the node, an exchange among the ranks of one place in all nodes, each over its own
-rail, and an all-gather in the node, one chunk in each phase at a time."""
+Processes (CPU tensors) send messages directly or along the line of ranks, as process_group/carriers did before it
+grouped ranks by node. GPUs on several nodes use NCCL in this project; the model is the plan of its hierarchical
+algorithms, not its code: a reduce-scatter in the node, an exchange over each rank's own rail with the ranks of the same
+local index, and an all-gather in the node, pipelined in chunks, with one chunk in each phase at a time.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ from collections.abc import Callable
 from ark_torch.simulation import algorithms
 from ark_torch.simulation.world import Mail, Process, World
 
-CHUNKS, LEAST_CHUNK = 4, 4 << 20  # chunks of a large operation under way in its phases
-FIRST_BYTES = 1024  # what every rank tells every rank before a collective of processes
-LEAST_PIECE, MOST_PIECE, PIECES = 128 << 10, 512 << 10, 32  # carried_line.cpp
+CHUNKS, LEAST_CHUNK = 4, 4 << 20  # maximum number and minimum size of pipelined chunks
+FIRST_BYTES = 1024  # every rank sends this to every rank before a collective of processes
+LEAST_PIECE, MOST_PIECE, PIECES = 128 << 10, 512 << 10, 32  # of a message along the line
 WHOLE = 64 << 10  # carried_communicator.cpp, kWhole
 
 
 def in_phases(world: World, chunks: int, phases: list[Callable[[int], list[Process]]]) -> float:
-    """Chunks through phases like pieces through a factory: each phase has one chunk at a time. Microseconds."""
+    """Pipelines chunks through phases: each phase has one chunk at a time. Returns microseconds."""
     env = world.env
     ends = {(k, p): env.event() for k in range(chunks) for p in range(-1, len(phases))}
 
@@ -38,14 +39,14 @@ def in_phases(world: World, chunks: int, phases: list[Callable[[int], list[Proce
 
 
 def ring(mail: Mail, world: World, rank: int, steps: int, size: float, tag: object) -> Process:
-    """To the same place in the next node, `steps` times."""
+    """`steps` sends to the same local index in the next node."""
     for step in range(steps):
         mail.post(rank, rank + world.local, size, (tag, step), rail=True)
         yield mail.arrival(rank - world.local, rank, (tag, step))
 
 
 def doubling(mail: Mail, world: World, rank: int, sizes: list[float], tag: object) -> Process:
-    """With a node half, a quarter, an eighth... as far away: as many exchanges as there are sizes."""
+    """Exchanges with nodes at distance 1, 2, 4, ...: one exchange per size."""
     distance = 1
     for step, size in enumerate(sizes):
         partner = rank ^ (distance * world.local) if not world.folded else rank + world.local
@@ -55,10 +56,9 @@ def doubling(mail: Mail, world: World, rank: int, sizes: list[float], tag: objec
 
 
 def exchange(mail: Mail, world: World, rank: int, size: float, both: bool, tag: object) -> Process:
-    """Of `size` bytes a rank: reduce-scatter among nodes and, with `both`, the all-gather.
+    """Exchanges `size` bytes per rank: reduce-scatter among nodes and, with `both`, the all-gather.
 
-    A ring, or where its latency is more than its better use of large messages brings, halving and doubling (as many
-    nodes as a power of 2).
+    Uses halving and doubling for a power-of-2 number of nodes, else a ring.
     """
     nodes = world.nodes
     rounds = 2 if both else 1
@@ -70,7 +70,7 @@ def exchange(mail: Mail, world: World, rank: int, size: float, both: bool, tag: 
 
 
 def hierarchical(world: World, operation: str, size: int, mail_of: Callable[[str, float], Mail]) -> float:
-    """mail_of: the engine of a node's own part of an operation. size as in algorithms.py. Microseconds."""
+    """A collective's microseconds. mail_of: the engine for its part within a node; size: as in algorithms.py."""
     nodes, local = world.nodes, world.local
     chunks = max(1, min(CHUNKS, size // LEAST_CHUNK))
     here = world.members()
@@ -110,7 +110,7 @@ def hierarchical(world: World, operation: str, size: int, mail_of: Callable[[str
 
 
 def everywhere(mail_of: Callable[[str, float], Mail], world: World, rank: int, size: float) -> Process:
-    """All messages of a rank: those in the node beside those over the rail, which go node by node."""
+    """All messages of a rank: to its own node, and over the rail node by node."""
     mail = _shared(mail_of, world, size)
     message = size / world.ranks
     yield mail.wait(mail.engine.setup_us)
@@ -120,7 +120,7 @@ def everywhere(mail_of: Callable[[str, float], Mail], world: World, rank: int, s
         mail.post(rank, peer, message)
     for distance in range(1, world.nodes):
         far = (node + distance) % world.nodes
-        # All messages to one node leave together; they arrive on the rails of its ranks.
+        # All messages to one node leave together, and arrive on the rails of its ranks.
         away = far if not world.folded else distance
         sent = [mail.post(rank, away * world.local + place, message, ("far", distance), rail=True)
                 for place in range(world.local)]  # fmt: skip
@@ -129,7 +129,7 @@ def everywhere(mail_of: Callable[[str, float], Mail], world: World, rank: int, s
 
 
 def _shared(mail_of: Callable[[str, float], Mail], world: World, size: float) -> Mail:
-    """One mail for all ranks of a world's all_to_all, whose messages cross."""
+    """One mail for all ranks of a world's all_to_all, so that their messages can meet."""
     kept: Mail | None = getattr(world, "_all_to_all", None)
     if kept is None:
         kept = mail_of("all_to_all", size)
@@ -140,7 +140,7 @@ def _shared(mail_of: Callable[[str, float], Mail], world: World, size: float) ->
 def broadcast(
     world: World, size: int, local_phase: Callable[[str, float], Callable[[int], list[Process]]], rails: Mail
 ) -> float:
-    """Parts over all rails of the root's node, doubling the nodes that have them; then gathered in each node."""
+    """Sends parts over all rails of the root's node, doubling the number of nodes each time; then nodes gather."""
     took = 0.0
     reached = 1
     while reached < world.nodes:
@@ -152,7 +152,7 @@ def broadcast(
 
 
 def meet(mail: Mail, world: World, rank: int) -> Process:
-    """The first message from every rank to every rank."""
+    """The first message, from every rank to every rank."""
     others = [peer for peer in world.every() if peer != rank]
     for peer in others:
         mail.post(rank, peer, FIRST_BYTES, "first")
@@ -160,7 +160,7 @@ def meet(mail: Mail, world: World, rank: int) -> Process:
 
 
 def carried(world: World, mail: Mail, operation: str, size: int) -> Callable[[int], Process]:
-    """Processes that share no memory between nodes. size: bytes of a rank's tensor (all_gather: of its input)."""
+    """Processes without shared memory between nodes. size: bytes of a rank's tensor (all_gather: of its input)."""
     last = world.ranks - 1
     ranks = world.every()
 
@@ -226,7 +226,7 @@ def carried(world: World, mail: Mail, operation: str, size: int) -> Callable[[in
             yield from direct(rank, size, True) if size * world.ranks <= WHOLE else sums_in_line(rank)
         elif operation == "all_gather":
             yield from direct(rank, size) if size * world.ranks <= WHOLE else gathered_in_line(rank)
-        else:  # reduce_scatter and all_to_all: a part to every rank
+        else:  # reduce_scatter and all_to_all: one part to every rank
             yield from direct(rank, size / world.ranks, operation == "reduce_scatter")
 
     return work

@@ -1,4 +1,4 @@
-"""One collective on one machine: which algorithm runs, by the dispatch tables of the code, and how long it takes."""
+"""One collective on one machine: the algorithm chosen by the code's dispatch tables, and its time."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ark_torch.simulation.machine import Machine
 from ark_torch.simulation.world import Mail, World
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
-FOLD_FROM = 5  # nodes: from here on one stands for all
+FOLD_FROM = 5  # from this number of nodes, one stands for all
 ENGINES = ("packets", "lines", "chunks", "bulk", "copy_engine")
 
 
 class BadCall(ValueError):
-    """What is to be simulated names an unknown operation or a size that cannot be."""
+    """The call to simulate names an unknown operation or an impossible size."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Simulated:
     us: float
     engine: str
     algorithm: str
-    sent: int  # bytes that ranks sent each other, of all ranks that were simulated
+    sent: int  # bytes sent between ranks, summed over all simulated ranks
     received: int
 
 
 @cache
 def cuda_dispatch(ranks: int) -> Mapping[str, int]:
-    """CudaDispatch::measured of so many GPUs, from the extension."""
+    """CudaDispatch::measured for this number of GPUs, from the extension."""
     from ark_torch import _autoload
 
     _autoload.ready()
@@ -52,7 +52,7 @@ def cpu_rules() -> tuple[tuple[Any, ...], ...]:
 
 
 def gpu_choice(operation: str, size: int, ranks: int, dispatch: Mapping[str, int]) -> tuple[str, str]:
-    """(algorithm, engine) of CudaCommunicator for a whole tensor of `size` bytes."""
+    """CudaCommunicator's (algorithm, engine) for a whole tensor of `size` bytes."""
     part = size // ranks
     rings = "chunks" if part >= dispatch["chunks_from"] else "lines"
     sums = "bulk" if size >= dispatch["bulk_from"] else rings
@@ -73,7 +73,7 @@ def gpu_choice(operation: str, size: int, ranks: int, dispatch: Mapping[str, int
 
 
 def cpu_choice(operation: str, size: int, ranks: int, cores: int) -> tuple[str, int]:
-    """(algorithm, chunk) of DispatchTable::choose; `size` as it counts them, bytes of one rank."""
+    """DispatchTable::choose's (algorithm, chunk); `size` as counted there, bytes of one rank."""
     when = "oversubscribed" if ranks > cores else "core_per_rank"
     for kind, algorithm, applies, most_ranks, most_bytes, chunk in cpu_rules():
         if kind == operation and size <= most_bytes and ranks <= most_ranks and applies in (when, "both"):
@@ -97,10 +97,10 @@ def simulate(
     engine: str | None = None,
     folded: bool | None = None,
 ) -> Simulated:
-    """`size`: bytes of the larger side, as nccl-tests count them. Raises BadMachine and BadCall.
+    """Simulates one collective. `size`: bytes of the larger side, like nccl-tests. Raises BadMachine and BadCall.
 
-    dispatch: fields of CudaDispatch that differ from the measured defaults. engine: this one whatever the tables say.
-    folded: one node stands for all; None: from FOLD_FROM nodes on.
+    dispatch: fields of CudaDispatch that differ from the measured defaults. engine: overrides the tables. folded:
+    whether one node stands for all; None: from FOLD_FROM nodes.
     """
     check(operation, size)
     nodes = -(-ranks // machine.node_ranks)
@@ -131,7 +131,7 @@ def simulate(
     fields = {**cuda_dispatch(ranks), **(dispatch or {})}
     algorithm, name = gpu_choice(operation, size, ranks, fields)
     name = engine or name
-    # Large sums by rings are several launches one behind the other: one of each kind is simulated.
+    # Large sums by rings are several consecutive launches: one of each kind is simulated.
     largest = fields["part_bytes"] * ranks if algorithm == "two_shot" and name != "copy_engine" else size
     us = 0.0
     for count, bytes_here in ((size // largest, largest), (1, size % largest)):

@@ -1,8 +1,8 @@
-"""Machines from measurements: of every engine what it takes to begin and the rate at which it moves bytes.
+"""Fits machines to measurements: each engine's setup time and transfer rate.
 
-A time is launches * setup_us + f(rate), where f comes from the simulator; so for each rate that is tried the best setup
-follows at once, and the rate is found by a grid and golden section. Errors are relative: a microsecond counts as much
-at 3 us as a millisecond at 3 ms.
+A time is launches * setup_us + f(rate), where f comes from the simulator. For each candidate rate the best setup has a
+closed form; the rate is found by a grid and golden section. Errors are relative: a microsecond counts as much at 3 us
+as a millisecond at 3 ms.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ark_torch.simulation.measured import CPU, GPU, NODES, Measured
 
 GOLDEN, STEPS, GRID = (math.sqrt(5) - 1) / 2, 8, 20
 MOST_CPU_GBPS = 64.0
-SMALL = 1 << 20  # a row of fewer bytes tells a setup, of more a rate
-LARGE_FROM = (1 << 20, 2 << 20, 16 << 20)  # where a CPU's working set may leave its caches
+SMALL = 1 << 20  # smaller rows determine a setup, larger ones a rate
+LARGE_FROM = (1 << 20, 2 << 20, 16 << 20)  # candidate sizes at which a CPU's working set leaves its caches
 
 
 def base_machines(results: Path) -> dict[str, Machine]:
-    """Without engines of their own: what files say of the hardware. node_ranks of h200: machines of eight are usual."""
+    """Machines without fitted engines: the files' facts about the hardware. node_ranks of h200 is the usual eight."""
     dma = measured.load(results, "dma")["rows"]
 
     def of(what: str, engine: str, size: int, key: str) -> float:
@@ -63,9 +63,9 @@ def predicted(machine: Machine, row: Measured) -> float:
 
 
 def least(error: Callable[[float], float], most: float) -> float:
-    """The rate with the least error up to `most`: the best of a grid, then golden section around it.
+    """The rate with the least error up to `most`: the best of a grid, refined by golden section.
 
-    Alone the section would go astray on the plateau where something else than this rate is the limit.
+    Golden section alone would fail on the plateau where this rate is not the limit.
     """
     grid = [most / 2 ** (k / 2) for k in range(GRID)]
     errors = [error(rate) for rate in grid]
@@ -94,7 +94,7 @@ def fit_engine(
     setup: float | None = None,
     known_rate: float | None = None,
 ) -> Engine:
-    """setup, known_rate: given where the rows do not tell it (None: fitted)."""
+    """Fits one engine. setup, known_rate: given if the rows do not determine them (None: fitted)."""
     most = machine.link_gbps if machine.kind == "gpu" else MOST_CPU_GBPS
 
     def times(engine: Engine) -> list[float]:
@@ -124,7 +124,7 @@ def fit_engine(
 
 
 def fit_processes(machine: Machine, key: str, ranks: int, rows: list[Measured], start: Engine) -> Engine:
-    """Two rates: in the caches and beyond them, from the size on with which both together err least."""
+    """Fits two rates, in the caches and beyond them, split at the size with the least total error."""
     candidates: list[tuple[float, Engine]] = []
     for border in LARGE_FROM:
         small = [row for row in rows if row.bytes < border]
@@ -143,7 +143,7 @@ def _operation(group: tuple[str, str, int]) -> str:
 
 
 def fit(results: Path, say: Callable[[str], Any] = lambda text: None) -> dict[str, Machine]:
-    """Every machine, from the rows that are for fitting. `results`: benchmarks/results."""
+    """All machines, from the rows for fitting. `results`: benchmarks/results."""
     made = base_machines(results)
     groups: dict[tuple[str, str, int], list[Measured]] = {}
     for row in measured.rows(results):
@@ -154,7 +154,7 @@ def fit(results: Path, say: Callable[[str], Any] = lambda text: None) -> dict[st
         name, key, ranks = group
         start = made[name].engines["any/any"][2]
         if key.endswith("/copy_engine"):
-            start = replace(start, latency_us=0.0)  # its waits are on streams beside the copies
+            start = replace(start, latency_us=0.0)  # its waits are on other streams than the copies
         if name == CPU:
             engine = fit_processes(made[name], key, ranks, groups[group], start)
         else:
@@ -168,13 +168,13 @@ def fit(results: Path, say: Callable[[str], Any] = lambda text: None) -> dict[st
     found = {group: one(group) for group in groups if group not in single}
     for group in small:
         found[group] = one(group, None, made[group[0]].link_gbps)
-    # A large row tells a rate. Its setup is that of the operation's smallest ones.
+    # A single large row determines a rate; its setup is that of the operation's smallest rows.
     by_size = sorted(found, key=lambda group: min(row.bytes for row in groups[group]))
     for group in single:
         if group not in small:
             near = (g for g in by_size if (g[0], g[2]) == (group[0], group[2]) and _operation(g) == _operation(group))
             found[group] = one(group, next((found[g].setup_us for g in near), 0.0))
-    # A small row tells a setup. Its rate is that of the engine in another operation, where one was found.
+    # A single small row determines a setup; its rate is the engine's in another operation, if known.
     for group in small:
         name, key, ranks = group
         others = [g for g in found if g not in small and (g[0], g[2]) == (name, ranks)]

@@ -1,8 +1,8 @@
-"""What carries bytes and what that costs: a machine as the simulator sees it, in memory and as JSON.
+"""Machines as the simulator sees them, in memory and as JSON: what moves bytes, and at what cost.
 
 An *engine* is one way of moving bytes (packets, lines, chunks, bulk, copy_engine on GPUs; shared_memory on a CPU; tcp
-between namespaces; rail between nodes). What it costs depends on the kernel around it and on the number of ranks, so it
-is kept by "operation/engine" and number of ranks.
+between namespaces; rail between nodes). Its cost depends on the kernel and on the number of ranks, so engines are
+stored by "operation/engine" and number of ranks.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ MOST_RANKS = 4096
 
 
 class BadMachine(ValueError):
-    """A machine's description names something unknown, or a value that no machine has."""
+    """A machine's description contains an unknown name or an impossible value."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """setup_us: an operation, or a launch, before its first byte. latency_us: a message, above its bytes' time.
+    """setup_us: time of an operation, or a launch, before its first byte. latency_us: a message's fixed time.
 
-    gbps: what one rank's engine moves, GB/s; from large_from bytes of the operation on large_gbps, if that is not 0.
+    gbps: rate of one rank's engine, GB/s; for operations of at least large_from bytes large_gbps, if that is not 0.
     """
 
     setup_us: float
@@ -42,8 +42,9 @@ class Engine:
 class Machine:
     """kind: "gpu" (ranks are GPUs behind a switch) or "cpu" (ranks are processes that share cores).
 
-    link_gbps: what a GPU's port to its node's switch carries each way (cpu: not used). rail_gbit: a rank's link to
-    other nodes, Gbit/s each way (cpu: the node's). rail_latency_us: a message between nodes. engines: see the module.
+    link_gbps: bandwidth of a GPU's port to its node's switch, in each direction (cpu: unused). rail_gbit: bandwidth of
+    a rank's link to other nodes, Gbit/s in each direction (cpu: the node's link). rail_latency_us: latency between
+    nodes. engines: see the module.
     """
 
     name: str
@@ -86,18 +87,18 @@ class Machine:
                         refuse(f"{where}.{name}", f"is {value!r} and must be 0 or more")
 
     def engine(self, operation: str, name: str, ranks: int) -> Engine:
-        """Of the operation, else of another that has this engine; of the nearest number of ranks, the larger first."""
+        """The operation's engine, else another operation's; for the nearest number of ranks, preferring the larger."""
         by_ranks = self.engines.get(f"{operation}/{name}")
         if by_ranks is None:
             keys = sorted(key for key in self.engines if key.endswith(f"/{name}"))
             if not keys:
                 raise BadMachine(f"machine {self.name!r}: engines has no {operation}/{name}, nor {name} at all")
-            sums = [key for key in keys if ("reduce" in key) == ("reduce" in operation)]  # whose kernels are alike
+            sums = [key for key in keys if ("reduce" in key) == ("reduce" in operation)]  # these kernels are similar
             by_ranks = self.engines[(sums or keys)[0]]
         return by_ranks[min(by_ranks, key=lambda known: (abs(known - ranks), -known))]
 
     def having(self, key: str, ranks: int, engine: Engine) -> Machine:
-        """A copy in which this engine is as given."""
+        """A copy with this engine replaced."""
         by_ranks = {**self.engines.get(key, {}), ranks: engine}
         return replace(self, engines={**self.engines, key: by_ranks})
 
@@ -123,7 +124,7 @@ def _made(kind: type, given: Any, where: str) -> Any:
 
 
 def from_json(given: Any) -> Machine:
-    """The machine that a JSON object describes. BadMachine says which field is wrong and what it must be."""
+    """Parses a machine from a JSON object. Raises BadMachine naming the bad field and the allowed values."""
     if not isinstance(given, dict):
         raise BadMachine(f"a machine is a JSON object, not {type(given).__name__}")
     engines: dict[str, dict[int, Engine]] = {}
@@ -143,12 +144,12 @@ def from_json(given: Any) -> Machine:
 
 
 def presets() -> dict[str, Machine]:
-    """By name: the machines that fit.py computed from this repository's measurements."""
+    """The machines that fit.py computed from this repository's measurements, by name."""
     return {name: from_json(one) for name, one in json.loads(PRESETS.read_text(encoding="utf-8")).items()}
 
 
 def load(text: str) -> Machine:
-    """A preset's name, or a JSON file. BadMachine names what is known or what is wrong."""
+    """Loads a preset by name, or a JSON file. Raises BadMachine naming the known presets or the error."""
     known = presets()
     if text in known:
         return known[text]

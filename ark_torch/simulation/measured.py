@@ -1,7 +1,7 @@
-"""What was measured, as rows to fit a machine to and others to compare it with: from benchmarks/results.
+"""Measurements from benchmarks/results, split into rows for fitting and rows for validation.
 
-No row serves for both. Of each operation and number of ranks every second size is fitted (of four sizes or fewer the
-first and the last); between namespaces the faster link is fitted and the slower one predicted.
+No row serves for both. For each operation and number of ranks every second size is fitted (of four sizes or fewer, the
+first and the last). Between namespaces the faster link is fitted and the slower one predicted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ark_torch.simulation.collective import OPERATIONS
 GPU, CPU, NODES = "h200", "epyc", "namespaces"
 NAMES = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter",
          "all_to_all_single": "all_to_all"}  # fmt: skip
-# Rows that name another commit's settings were measured with these fields of CudaDispatch (as that commit has them).
+# Rows of these commits were measured with these fields of CudaDispatch (as in that commit).
 SETTINGS = {"c8789ff": {"copy_engine_from": 24 << 20}}
 
 
@@ -28,9 +28,9 @@ class Measured:
     ranks: int
     bytes: int  # of the larger side
     us: float
-    source: str  # the file
+    source: str  # file name
     fitted: bool = False
-    engine: str | None = None  # this one, whatever the tables say
+    engine: str | None = None  # overrides the tables
     dispatch: dict[str, int] = field(default_factory=dict)
     rail_gbit: float = 0.0
 
@@ -41,7 +41,7 @@ def load(results: Path, name: str) -> dict[str, Any]:
 
 
 def _alternating(rows: list[dict[str, Any]]) -> set[int]:
-    """Sizes to fit."""
+    """The sizes for fitting."""
     sizes = sorted({int(row["bytes"]) for row in rows})
     return {sizes[0], sizes[-1]} if len(sizes) <= 4 else set(sizes[::2])
 
@@ -74,7 +74,7 @@ def _gpus(results: Path) -> Iterator[Measured]:
 
 
 def _dispatch(results: Path) -> Iterator[Measured]:
-    """All_reduces of four GPUs by each engine, alone. Bulk with the blocks that are the default."""
+    """All_reduces of four GPUs, for each engine alone; bulk with the default number of blocks."""
     every = load(results, "dispatch_4_h200")["rows"]
     for contender, engine in (("ark_rings", "rings"), ("ark_engine", "copy_engine"), ("ark_bulk24", "bulk")):
         of = [row for row in every if row["contender"] == contender]
@@ -91,7 +91,7 @@ def _processes(results: Path) -> Iterator[Measured]:
     every = [
         row
         for row in load(results, "collectives")["rows"]
-        # all_gather has copies to a list, which are no part of the model: all_gather_into_tensor stands for it.
+        # The model lacks all_gather's copies to a list: all_gather_into_tensor replaces it.
         if row["operation"] != "all_gather" and NAMES.get(row["operation"], row["operation"]) in OPERATIONS
     ]
     for group in _groups(every, "operation", "ranks"):
@@ -110,7 +110,7 @@ def _namespaces(results: Path) -> Iterator[Measured]:
         operation = NAMES.get(row["operation"], row["operation"])
         if operation not in OPERATIONS:
             continue
-        rate, ranks = float(row["rate"].removesuffix("gbit")), 2 * row["ranks"]  # its ranks are those of a node
+        rate, ranks = float(row["rate"].removesuffix("gbit")), 2 * row["ranks"]  # the file counts the ranks of one node
         size = row["bytes"] * (ranks if operation == "all_gather" else 1)
         yield Measured(
             NODES, operation, ranks, size, row["us"]["ark"], "nodes.json", rate == fastest, rail_gbit=rate

@@ -1,8 +1,7 @@
-"""Flows over links, in simpy's time: every flow has its max-min fair share of each link on its way.
+"""Flows over links in simpy's time: every flow gets its max-min fair share of each link on its path.
 
-A flow begins latency_us after it was asked for and then moves at one rate until a flow begins or ends anywhere. Rates
-are found by progressive filling: the link that leaves its flows least decides theirs, then what is left of the others
-is shared again.
+A flow starts latency_us after its request, and keeps its rate until any flow starts or ends. Progressive filling
+computes the rates: the most loaded link fixes the rate of its flows, and the remaining bandwidth is shared again.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import simpy
 
-DONE_BYTES = 1e-3  # a flow with less than this left has arrived: rounding of times
+DONE_BYTES = 1e-3  # a flow with less than this left has arrived (rounding of times)
 
 
 class SimpyMissing(ModuleNotFoundError):
-    """simpy, the extra "simulate", is not installed."""
+    """simpy is not installed; it comes with the extra "simulate"."""
 
 
 def new_environment() -> simpy.Environment:
@@ -37,7 +36,7 @@ def new_environment() -> simpy.Environment:
 @dataclass(eq=False)
 class Link:
     name: str
-    gbps: float  # 10^9 bytes a second: 10^3 bytes a microsecond
+    gbps: float  # 10^9 bytes per second: 10^3 bytes per microsecond
     carried: float = 0.0  # bytes
 
 
@@ -46,7 +45,7 @@ class Flow:
     path: tuple[Link, ...]
     left: float
     done: Any
-    rate: float = 0.0  # bytes a microsecond
+    rate: float = 0.0  # bytes per microsecond
 
 
 @dataclass(eq=False)
@@ -70,7 +69,7 @@ class Network:
         return done
 
     def message(self, source: int, target: int, path: tuple[Link, ...], size: float, latency_us: float = 0.0) -> Any:
-        """The same between two ranks, counted: sent when asked for, received when it has arrived."""
+        """The same between two ranks, with counting: sent at the request, received at the arrival."""
         self.sent[source] += int(size)
         done = self.transfer(path, size, latency_us)
         done.callbacks.append(lambda _: self.received.update({target: int(size)}))
@@ -95,7 +94,7 @@ class Network:
             for link in flow.path:
                 link.carried += moved
 
-    # Flows that begin or end at one time share the links anew once, when all of them have.
+    # Flows that start or end at the same time trigger only one new sharing.
     def _change(self) -> None:
         if not self._changing:
             self._changing = True

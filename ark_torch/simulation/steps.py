@@ -1,6 +1,6 @@
-"""Whole steps on many GPUs: computation as it was measured on one to four, communication as it is simulated.
+"""Whole steps on many GPUs: computation as measured on one to four GPUs, communication as simulated.
 
-Nothing beyond four GPUs was ever measured; rails between nodes are assumed (machine.rail_gbit, rail_latency_us).
+Nothing beyond four GPUs has been measured; rails between nodes are assumptions (machine.rail_gbit, rail_latency_us).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Row = dict[str, Any]
 
 
 class Ddp:
-    """GPT-2 XL: buckets are all-reduced one behind the other while the backward pass makes the next.
+    """GPT-2 XL: buckets are all-reduced one after the other while the backward pass produces the next.
 
-    Computation is slower while bytes move beside it: `slowdown` of the time that they take, from the step of two GPUs.
-    The backward pass is two thirds of the computation, and buckets are ready at even distances in it.
+    Transfers slow computation down by `slowdown` of their duration, derived from the step on two GPUs. The backward
+    pass is two thirds of the computation, and buckets become ready at equal intervals in it.
     """
 
     BACKWARD = 2 / 3
@@ -58,12 +58,13 @@ class Ddp:
 
 
 class Decode:
-    """A token of Llama 1B's shape by one loop kernel: what does not shrink, a share of the weights, 33 exchanges.
+    """A token of Llama 1B's shape in one loop kernel: a constant part, a share of the weights, 33 exchanges.
 
-    The first two follow from one GPU and from two. 32 heads: beyond 32 GPUs, groups of 32 work side by side.
+    The first two are derived from measurements on one and two GPUs. The model has 32 heads: beyond 32 GPUs, groups of
+    32 work in parallel.
     """
 
-    HIDDEN_BYTES, EXCHANGES, HEADS = 2 * 2048, 33, 32  # bfloat16; two a layer of 16, and the logits
+    HIDDEN_BYTES, EXCHANGES, HEADS = 2 * 2048, 33, 32  # bfloat16; two exchanges per layer (16 layers), and the logits
 
     def __init__(self, results: Path, machine: Machine) -> None:
         self.machine = machine
@@ -84,10 +85,10 @@ class Decode:
 
 
 class Dlrm:
-    """A training step of benchmarks/dlrm_step.py, as many samples on every GPU.
+    """A training step of benchmarks/dlrm_step.py, with the same number of samples on every GPU.
 
-    Fused, pooled rows are stored where they belong as they are made, so that pooling and all-to-all take as long as the
-    longer one. What is neither follows from the fused step of two GPUs.
+    Fused pooling stores rows at their destination as they are produced, so that pooling and all-to-all together take as
+    long as the longer one. The rest is derived from the fused step on two GPUs.
     """
 
     DIM, TABLES = 128, 26
@@ -96,10 +97,10 @@ class Dlrm:
     def __init__(self, results: Path, machine: Machine, shape: str) -> None:
         self.machine = machine
         length, batch = (int(part[1:]) for part in shape.split("-")[1:])
-        self._exchanges: dict[int, tuple[float, float]] = {}  # (all_to_all, all_reduce) by GPUs
+        self._exchanges: dict[int, tuple[float, float]] = {}  # (all_to_all, all_reduce) by number of GPUs
         row = next(row for row in load(results, "dlrm_step")["rows"] if row["shape"] == shape)
         self.measured = {2: row["graph_us"]["ark"]}
-        self.pooled = 4 * self.DIM * batch * self.TABLES  # float32, bytes a GPU is sent
+        self.pooled = 4 * self.DIM * batch * self.TABLES  # float32 bytes sent to each GPU
         self.weights = 4 * sum((a + 1) * b for sizes in self.MLPS for a, b in itertools.pairwise(sizes))
         self.pool_us = length * self.pooled / statistics.median(self._rates(results))
         self.rest_us = 0.0
@@ -107,7 +108,7 @@ class Dlrm:
 
     @staticmethod
     def _rates(results: Path) -> list[float]:
-        """Bytes of rows that pooling reads, a microsecond."""
+        """Rates at which pooling reads rows, in bytes per microsecond."""
         made = []
         for row in load(results, "fused")["rows"]:
             tables, dim, length, batch = (int(part[1:]) for part in row["shape"].split("-"))
@@ -126,7 +127,7 @@ class Dlrm:
 
 
 def rows(results: Path, machine: Machine, gpus: tuple[int, ...] = (2, 4, *GPUS)) -> list[Row]:
-    """By number of GPUs: predicted microseconds of each step, and what was measured where it was."""
+    """For each number of GPUs: each step's predicted microseconds, and the measured ones if they exist."""
     ddp, decode = Ddp(results, machine), Decode(results, machine)
     dlrms = {name: Dlrm(results, machine, shape) for name, shape in DLRM_SHAPES.items()}
     made = []

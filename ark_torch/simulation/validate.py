@@ -1,4 +1,4 @@
-"""Predicted beside measured, of rows that nothing was fitted to, and how many come near."""
+"""Compares predictions with measured rows not used for fitting, and summarizes the errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 
 def rows(results: Path, machines: Mapping[str, Machine]) -> list[Row]:
-    """`error`: predicted over measured, less 1."""
+    """`error`: predicted / measured - 1."""
     made = []
     for row in measured.rows(results):
         if row.fitted:
@@ -30,7 +30,7 @@ def rows(results: Path, machines: Mapping[str, Machine]) -> list[Row]:
 
 
 def summary(rows: list[Row]) -> list[Row]:
-    """By machine and number of ranks: how many rows, the share within NEAR, the median of |error|, the worst row."""
+    """By machine and number of ranks: number of rows, share within NEAR, median of |error|, worst row."""
     made = []
     for machine, ranks in dict.fromkeys((row["machine"], row["ranks"]) for row in rows):
         of = [row for row in rows if (row["machine"], row["ranks"]) == (machine, ranks)]

@@ -1,7 +1,7 @@
-"""Ranks with their links, and the mail between them: what a collective of algorithms.py is written with.
+"""Ranks, their links and the messages between them: the primitives of algorithms.py.
 
-Where all nodes do the same, one stands for all: a *folded* world has one node, whose messages to the next node arrive
-at itself. Step s of a node waits for step s - 1 of the node before, which is as late as its own; so times are those of
+If all nodes do the same, one stands for all: a *folded* world has one node, whose messages to the next node arrive at
+itself. Step s of a node waits for step s - 1 of the previous node, which is as late as its own; so times equal those of
 all nodes (a test compares both), and 4,096 ranks cost as much as one node's.
 """
 
@@ -17,7 +17,7 @@ Process = Generator[Any, Any, None]
 
 
 class World:
-    """`ranks` ranks, node by node. Raises BadMachine where they do not fill nodes."""
+    """`ranks` ranks, node by node. Raises BadMachine if they do not fill nodes."""
 
     def __init__(self, machine: Machine, ranks: int, folded: bool = False) -> None:
         if not 2 <= ranks <= MOST_RANKS:
@@ -34,7 +34,7 @@ class World:
         port = machine.link_gbps
         self.out = {r: Link(f"out of {r}", port) for r in here} if gpu else {}
         self.into = {r: Link(f"into {r}", port) for r in here} if gpu else {}
-        # A GPU has a rail of its own, processes share their node's link.
+        # Each GPU has its own rail; processes share their node's link.
         ends = here if gpu else range(self.nodes)
         self.rail_out = {r: Link(f"rail out of {r}", machine.rail_gbit / 8) for r in ends}
         self.rail_into = {r: Link(f"rail into {r}", machine.rail_gbit / 8) for r in ends}
@@ -43,15 +43,15 @@ class World:
         return [node * self.local + r for r in range(self.local)]
 
     def every(self) -> list[int]:
-        """The ranks that are simulated."""
+        """The simulated ranks."""
         return list(range(self.local if self.folded else self.ranks))
 
     def at(self, rank: int) -> int:
-        """Who stands for the rank."""
+        """The simulated rank that stands for `rank`."""
         return rank % self.ranks % self.local if self.folded else rank % self.ranks
 
     def path(self, source: int, target: int) -> tuple[Link, ...]:
-        """Over a node's switch, or over the rails; `target` may be beyond the node though it is folded onto it."""
+        """The links through a node's switch or over rails; in a folded world `target` may be in another node."""
         apart = source // self.local != target % self.ranks // self.local
         source, target = self.at(source), self.at(target)
         if self.machine.kind == "cpu":
@@ -62,7 +62,7 @@ class World:
         return self.out[source], self.into[target]
 
     def run(self, work: Callable[[int], Process], ranks: list[int]) -> float:
-        """Until the last rank's process ends: microseconds."""
+        """Runs until the last rank's process ends; returns microseconds."""
         began = self.env.now
         every = [self.env.process(work(rank)) for rank in ranks]
         self.env.run(until=self.env.all_of(every))
@@ -70,10 +70,10 @@ class World:
 
 
 class Mail:
-    """Messages of one operation by one engine: who waits for one names its sender and a tag."""
+    """Messages of one operation on one engine; a receiver names the sender and a tag."""
 
     def __init__(self, world: World, engine: Engine, size: int) -> None:
-        """size: bytes of the operation, which decide the engine's rate."""
+        """size: bytes of the operation, which determine the engine's rate."""
         self.world, self.engine = world, engine
         shared = world.machine.cores or world.ranks
         links = [Link(f"engine {i}", engine.rate(size)) for i in range(min(shared, world.ranks))]
@@ -87,7 +87,7 @@ class Mail:
         return self._arrivals[key]
 
     def post(self, source: int, target: int, size: float, tag: Hashable = 0, rail: bool = False) -> Any:
-        """Sends; returns the event of its arrival. rail: between nodes, with the rail's latency, without the engine."""
+        """Sends; returns the arrival event. rail: between nodes, with the rail's latency, without the engine."""
         world = self.world
         path = world.path(source, target)
         source, target = world.at(source), world.at(target)
@@ -99,7 +99,7 @@ class Mail:
         return done
 
     def work(self, rank: int, size: float) -> Any:
-        """What a rank's engine does by itself, such as copies and sums of a CPU rank."""
+        """Local work of a rank's engine, such as copies and sums of a CPU rank."""
         return self.world.network.transfer((self.engines[rank],), size)
 
     def wait(self, us: float) -> Any:

@@ -1,4 +1,4 @@
-"""One rank of `ark doctor --links`: every pair of ranks in turn, while the others wait.
+"""One rank of `ark doctor --links`: measures every pair of ranks in turn, while the others wait.
 
 Run as a module (python -m ark_torch.tools._links_rank cpu|cuda FILE) with torch.distributed's variables; rank 0 writes
 FILE, a JSON object.
@@ -28,7 +28,7 @@ PINGS = 100
 
 
 def numa_node(device: torch.device) -> int | None:
-    """Of a rank's CPU cores, if they are all of one; of its GPU. None: not known."""
+    """The NUMA node of the rank's GPU, or of its CPU cores if they share one; None: unknown."""
     if device.type == "cuda":
         about: Any = torch.cuda.get_device_properties(device)
         where = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
@@ -51,7 +51,7 @@ def place_of(rank: int, device: torch.device) -> dict[str, Any]:
 
 
 class Pair:
-    """This rank's half of what is measured between ranks `one` and `two`."""
+    """This rank's side of the measurements between ranks `one` and `two`."""
 
     def __init__(self, rank: int, one: int, two: int, device: torch.device) -> None:
         self.first, self.peer = rank == one, two if rank == one else one
@@ -68,7 +68,7 @@ class Pair:
             dist.recv(tensor, self.peer)
 
     def values_arrive(self, sends: bool) -> bool:
-        """Whether what arrives is what was sent; true at the sender."""
+        """Whether the received values equal the sent ones; True on the sender."""
         generator = torch.Generator().manual_seed(1234)
         sent = torch.randint(-(2**62), 2**62, (1 << 17,), generator=generator)
         tensor = sent.to(self.device) if sends else torch.zeros_like(sent).to(self.device)
@@ -76,7 +76,7 @@ class Pair:
         return bool((tensor.cpu() == sent).all())
 
     def latency_us(self) -> float:
-        """Half of a round trip of 8 bytes."""
+        """Half a round trip of 8 bytes."""
         tensor = torch.zeros(SMALL, dtype=torch.uint8, device=self.device)
         times = []
         for _ in range(PINGS):
@@ -101,7 +101,7 @@ class Pair:
         return self._rate(lambda: self._exchange(sends, tensor), tensor.nbytes)
 
     def both_gb_per_s(self) -> float:
-        """Each way, while as much goes the other way."""
+        """The rate of each direction while both are in use."""
         out = torch.rand(LARGE[self.device.type] // 4, device=self.device)
         into = torch.empty_like(out)
 
@@ -114,7 +114,7 @@ class Pair:
 
 
 def measure(rank: int, one: int, two: int, device: torch.device) -> dict[str, Any]:
-    """What this rank knows of the pair; the rank that receives measures a direction."""
+    """This rank's measurements of the pair; the receiving rank measures a direction."""
     pair = Pair(rank, one, two, device)
     first = rank == one
     right = [pair.values_arrive(first), pair.values_arrive(not first)]  # one -> two, two -> one
@@ -124,7 +124,7 @@ def measure(rank: int, one: int, two: int, device: torch.device) -> dict[str, An
 
 
 def combined(one: int, two: int, halves: list[dict[str, Any]]) -> dict[str, Any]:
-    """The pair, from what its two ranks have measured: of a time, the longer one's."""
+    """The pair's result from both ranks' measurements; the longer time counts."""
     right = [all(half["right"][way] for half in halves) for way in (0, 1)]
     row: dict[str, Any] = {"from": one, "to": two, "right": right[0], "right_back": right[1]}
     row["latency_us"] = round(max(half["latency_us"] for half in halves), 2)

@@ -1,7 +1,7 @@
-"""The doctor's proof that collectives on CPU tensors work: two processes, one all_reduce over "ark".
+"""The doctor's test of collectives on CPU tensors: two processes, one all_reduce over "ark".
 
-Run as a module: the parent starts two children that meet through a file in a folder of their own, and prints one line.
-With the word "job" this process is a rank of the job that torchrun has started, and prints over which nodes that goes.
+Run as a module: the parent starts two children, which meet through a file in a temporary folder, and prints one line.
+With the argument "job" this process is a rank of a torchrun job, and prints the job's nodes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""The doctor's look at the CUDA driver, the GPUs and NVRTC, a script in a process of its own: a broken driver may take
-it down. Prints a JSON list of rows. ctypes on the driver itself, so that it works without PyTorch.
-"""
+"""The doctor's check of the CUDA driver, the GPUs and NVRTC. A script in its own process, which a broken driver may
+crash. Prints a JSON list of rows. Calls the driver through ctypes, so that it works without PyTorch."""
 
 from __future__ import annotations
 
@@ -90,7 +89,7 @@ def nvrtc_rows() -> Rows:
 
 
 def prebuilt_rows() -> Rows:
-    """Kernels that the wheel brought: with them NVRTC is needed only for other GPUs and sizes of groups."""
+    """The wheel's prebuilt kernels: with them only other GPUs and group sizes need NVRTC."""
     path = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "prebuilt", "index.json")
     try:
         with open(path, encoding="utf-8") as file:

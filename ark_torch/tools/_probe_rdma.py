@@ -1,6 +1,6 @@
-"""What RDMA would go by on this machine, for the doctor: prints rows as JSON.
+"""Prints for the doctor what RDMA would use on this machine, as JSON rows.
 
-In a process of its own, since it opens PyTorch, the extension and a NIC's driver.
+It runs in its own process, since it loads PyTorch, the extension and a NIC's driver.
 """
 
 from __future__ import annotations

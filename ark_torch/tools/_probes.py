@@ -1,7 +1,7 @@
 """The doctor's probes. Each yields rows; any may raise (doctor.run_probe turns that into a row).
 
-Standard library only, and nothing of ark_torch but files that import no torch: the doctor has to run where PyTorch is
-missing, of another version, or crashes at import.
+They import only the standard library and files of ark_torch that do not import torch: the doctor must run where PyTorch
+is missing, of another version, or crashes at import.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OK, INFO, WARN, FAIL = "ok", "info", "warn", "FAIL"
 
 @dataclass
 class Row:
-    """One finding. FAIL means that collectives on CPU tensors cannot work; WARN that something less does not."""
+    """One finding. FAIL: collectives on CPU tensors cannot work; WARN: something less important does not work."""
 
     probe: str
     state: str
@@ -44,7 +44,7 @@ Probe = Callable[[], Iterable[Row]]
 
 
 def child(*arguments: str, seconds: float = 60.0) -> tuple[bool, str]:
-    """Runs this Python in a process of its own; (it ended well, its output or what went wrong)."""
+    """Runs this Python in a child process. Returns (it succeeded, its output or the error)."""
     try:
         done = subprocess.run(
             [sys.executable, *arguments], capture_output=True, text=True, timeout=seconds, stdin=subprocess.DEVNULL
@@ -183,7 +183,7 @@ def processor() -> Iterator[Row]:
 
 
 def compilers() -> Iterator[Row]:
-    """The one that CPU kernels of torch.compile are compiled with (csrc/jit/host_compiler.cpp takes the same)."""
+    """The host compiler of torch.compile's CPU kernels (csrc/jit/host_compiler.cpp chooses the same)."""
     given = shlex.split(os.environ.get("CXX", ""))
     for command in [given] if given else [["c++"], ["g++"], ["clang++"]]:
         path = shutil.which(command[0])
@@ -201,7 +201,7 @@ def compilers() -> Iterator[Row]:
 
 
 def cuda() -> Iterator[Row]:
-    # By its path and without its folder in sys.path, where tools would shadow modules of the standard library.
+    # By path, without its folder in sys.path, where tools would shadow modules of the standard library.
     script = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
     good, text = child("-c", script, str(HERE / "_probe_cuda.py"))
     if not good:
@@ -215,11 +215,11 @@ def cuda() -> Iterator[Row]:
 
 
 def between_gpus(gpus: int, missing: bool) -> Iterator[Row]:
-    """What a group of all GPUs would go through, and what that takes."""
+    """The transport of a group of all GPUs, and what it requires."""
     try:
         wish = env.read().disable_p2p
     except ValueError:
-        return  # told by another probe
+        return  # another probe reports it
     if wish == "0" and missing:
         yield Row("between GPUs", INFO, "PyTorch's NCCL carries CUDA tensors, as ARK_DISABLE_P2P=0 asks")
         return
@@ -246,11 +246,11 @@ def between_gpus(gpus: int, missing: bool) -> Iterator[Row]:
 
 
 def dispatch() -> Iterator[Row]:
-    """What the table that ARK_DISPATCH names says of this machine's GPUs."""
+    """What the table of ARK_DISPATCH contains for this machine's GPUs."""
     try:
         settings = env.read()
     except ValueError:
-        return  # told by another probe
+        return  # another probe reports it
     path = settings.dispatch
     if not path:
         return
@@ -288,14 +288,14 @@ def network() -> Iterator[Row]:
 
 
 def collective() -> Iterator[Row]:
-    """The proof: two processes, one all_reduce over ark."""
+    """The test: two processes, one all_reduce over ark."""
     good, text = child("-m", "ark_torch.tools._probe_collective", seconds=120)
     advice = "" if good else "the rows above may say why; ARK_DISABLE=1 goes around ark"
     yield Row("all_reduce", OK if good else FAIL, text, advice)
 
 
 def nodes() -> Iterator[Row]:
-    """Where a job's ranks are, and what carries between nodes: known to a job alone."""
+    """The nodes of a job's ranks, and the transport between nodes; only a job knows them."""
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
         yield Row("nodes", INFO, "not in a job: `torchrun ... -m ark_torch.tools.doctor` shows a job's plan")
         return

@@ -1,7 +1,7 @@
-"""Reading, merging and cutting the timelines that ARK_TRACE makes (csrc/compiler/inspect/trace.cpp writes them).
+"""Reads, merges and cuts the timelines of ARK_TRACE (csrc/compiler/inspect/trace.cpp writes them).
 
-Every file says of its clock what is needed: ranks of one boot of one machine share CLOCK_MONOTONIC, others are shifted
-by what realtime and monotonic time differed when their files were opened, as exact as the machines' clocks agree.
+Every file describes its clock: ranks of one boot of one machine share CLOCK_MONOTONIC. Other files are shifted by the
+difference of realtime and monotonic time when they were opened, which is as exact as the machines' clocks agree.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-LANE = 1000  # thread numbers of one caller and its workers
+LANE = 1000  # range of thread numbers for one caller and its workers
 
 
 @dataclass
 class Slice:
     name: str
-    kind: str  # "wait", or the task's
+    kind: str  # "wait", or the task's kind
     begin: float  # microseconds
     length: float
     worker: int
@@ -35,7 +35,7 @@ class Slice:
 
 @dataclass
 class Step:
-    """One call of a region, with what its workers did."""
+    """One call of a region, with the activity of its workers."""
 
     region: str
     rank: int
@@ -54,7 +54,7 @@ class Step:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """One file, packed where its name ends in .gz. ValueError where it is not a timeline of ours."""
+    """Reads one file, compressed if its name ends in .gz. Raises ValueError if it is not one of our timelines."""
     try:
         text = path.read_bytes()
         data: dict[str, Any] = json.loads(gzip.decompress(text) if path.suffix == ".gz" else text)
@@ -66,8 +66,8 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def merge(files: list[dict[str, Any]]) -> dict[str, Any]:
-    """All files as one, on the clock of the first, a process a rank. ValueError where one has no such clock."""
-    if any("boot" not in file["otherData"] for file in files):  # of all ranks already, such as --timeline's
+    """Merges all files on the clock of the first, one process per rank. Raises ValueError if a file lacks a clock."""
+    if any("boot" not in file["otherData"] for file in files):  # already merged, such as --timeline's
         if len(files) == 1:
             return files[0]
         raise ValueError("a timeline that --timeline wrote has no clock: give it alone, or the files of ARK_TRACE")
@@ -79,7 +79,7 @@ def merge(files: list[dict[str, Any]]) -> dict[str, Any]:
         if about["boot"] != first["boot"]:
             shift = (about["realtime_ns"] - about["monotonic_ns"] - first["realtime_ns"] + first["monotonic_ns"]) / 1e3
         for event in file["traceEvents"]:
-            # Process numbers of several machines, or of containers, may be the same.
+            # Process ids may collide between machines or containers.
             moved = {**event, "pid": number + 1}
             if shift and "ts" in moved:
                 moved["ts"] += shift
@@ -91,13 +91,13 @@ def merge(files: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def write(path: Path, timeline: dict[str, Any]) -> None:
-    """Packed where the name ends in .gz, which Perfetto opens too; alike whenever it is written."""
+    """Compresses if the name ends in .gz, which Perfetto opens too; the output is deterministic."""
     text = json.dumps(timeline, separators=(",", ":")).encode()
     path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
 
 
 def timeline_of(steps: Sequence[Step]) -> dict[str, Any]:
-    """Steps of different ranks alone: a process a rank, a thread a worker, times from the first step's begin."""
+    """A timeline of these steps: one process per rank, one thread per worker, times from the first step's start."""
     begin = min(step.begin for step in steps)
     events: list[dict[str, Any]] = []
 
@@ -127,7 +127,7 @@ def timeline_of(steps: Sequence[Step]) -> dict[str, Any]:
 
 
 def steps_of(merged: dict[str, Any]) -> list[Step]:
-    """The calls in order of time, each with its slices."""
+    """The calls in time order, each with its slices."""
     ranks = merged["otherData"].get("merged_ranks", [merged["otherData"]["rank"]])
     of_process = {number + 1: rank for number, rank in enumerate(ranks)}
     found: dict[tuple[int, int], list[Step]] = defaultdict(list)

@@ -1,6 +1,6 @@
-"""One step of a timeline as a drawing (SVG): a lane a worker, tasks coloured by kind, waits in grey.
+"""Draws one step of a timeline as SVG: one lane per worker, tasks colored by kind, waits in gray.
 
-Of a CPU's few workers each has a label, and tasks their names; a GPU's hundreds are thin lines.
+A CPU's few workers have labels, and their tasks names; a GPU's hundreds of workers are thin lines.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from html import escape
 from ark_torch.tools._trace_files import Slice, Step
 
 WIDTH, MARGIN, TOP, LANE = 1400, 110, 58, 34
-THIN, MANY = 5, 40  # the height of a lane where there are more than so many
+THIN, MANY = 5, 40  # height of a lane if there are more lanes than this
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2", "#edc948", "#9c755f")
 WAIT = "#d3d3d3"
 
@@ -41,7 +41,7 @@ def _slice(one: Slice, x: float, y: float, width: float, lane: int, colour: str)
 
 
 def draw(steps: Sequence[Step], most_us: float = float("inf")) -> str:
-    """Steps of several ranks share one axis, from the first task to the last step's end, or for `most_us`."""
+    """Steps of several ranks share one axis, from the first task to the last step's end, or for at most `most_us`."""
     begin = min((one.begin for step in steps for one in step.slices), default=steps[0].begin)
     last = max(step.end for step in steps)
     end = min(last, begin + most_us)

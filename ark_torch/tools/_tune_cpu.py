@@ -1,8 +1,8 @@
-"""Measures which algorithm and chunk the collectives on CPU tensors are to take on this machine (`ark tune`).
+"""Measures the best algorithm and chunk size of collectives on CPU tensors on this machine (`ark tune`).
 
-For all_reduce it finds the best chunk of one shot and of two shots and, size by size, which of the two is faster; for
-the other collectives the best chunk. Candidates are tried in turns within the same processes, several rounds, and
-compared by their medians, so that noise hits all alike.
+For all_reduce it finds the best chunk of one_shot and of two_shot, and the faster of the two at each size; for the
+other collectives only the best chunk. Candidates alternate within the same processes over several rounds, and their
+medians are compared, so that noise affects all of them equally.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _call(collective: str, group: Any, floats: int) -> Any:
 
 
 def _best(collective: str, groups: dict[Key, Any], floats: int, rounds: int) -> tuple[Key, float]:
-    """The key of the group whose median time is the lowest, the same on all ranks, and that time in microseconds."""
+    """The group with the lowest median time, the same on all ranks, and that time in microseconds."""
     calls = {key: _call(collective, group, floats) for key, group in groups.items()}
     times: dict[Key, list[float]] = {key: [] for key in groups}
     repeats = max(3, min(200, (4 << 20) // (floats * 4)))
@@ -99,7 +99,7 @@ def tune(rank: int, size: int, rendezvous: str, rounds: int, output: str) -> Non
         chunks[algorithm], _ = _best("all_reduce", groups, (16 << 20) // 4, rounds)
         best[algorithm] = groups[chunks[algorithm]]
         say(f"all_reduce, {algorithm}: chunks of {chunks[algorithm] >> 10} KiB")
-    winners: list[tuple[str, int]] = []  # algorithm, up to that size
+    winners: list[tuple[str, int]] = []  # algorithm and the largest size for it
     for bytes_ in SIZES:
         algorithm, microseconds = _best("all_reduce", best, bytes_ // 4, rounds)
         say(f"  {bytes_:>8} bytes: {algorithm} ({microseconds:.1f} us)")

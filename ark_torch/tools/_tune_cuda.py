@@ -1,16 +1,11 @@
-"""Measures from which size on each of the CUDA algorithms is the faster one, on the GPUs of this machine.
+"""Measures the size from which each CUDA algorithm is faster on this machine's GPUs (`ark tune --cuda`).
 
-Two candidates differ in one number of the dispatch: the algorithm is always taken, or never. Both run in turns in the
-same processes and streams, each as a CUDA graph of several operations, and what counts is the slowest rank's median.
-The size that is written is the one at which choosing by it costs least over all sizes, so that one noisy figure moves
-nothing. What is not in `FIELDS` keeps its measured default.
-
-Copy engines are there for what computes beside them, so what counts for them is when the collectives, and as many
-matrix products as take that time, have both ended. Registered memory is measured with tensors that both groups have
-registered.
-
-PyTorch's NCCL is measured last, against what was chosen by then. What it sums it adds in other orders, so those numbers
-count under reduction="fast" alone; where that would gain more than a tenth, the table says by how much.
+Two candidates differ in one number of the dispatch: they always or never take the algorithm. They alternate in the same
+processes and streams, each as a CUDA graph of several operations; the slowest rank's median counts. The chosen size
+minimizes the total cost over all sizes, so that one noisy value cannot move it. Numbers not in `FIELDS` keep their
+measured defaults. Copy engines serve computation that runs in parallel, so they are timed together with matrix products
+of equal duration. NCCL comes last, against the choices made before; it adds in other orders, so its numbers for sums
+apply only with reduction="fast".
 """
 
 from __future__ import annotations
@@ -31,20 +26,20 @@ from ark_torch.tools._tune_timers import Products, Timer
 NEVER = 2**64 - 1
 ALWAYS = 0
 LARGE = tuple(1 << power for power in range(22, 29))
-GAIN = 1.1  # of a sum in any order over one in rank order: what is worth telling
+GAIN = 1.1  # minimum gain of a sum in any order over rank order that is reported
 
 
 @dataclass(frozen=True)
 class Field:
-    """One number of the dispatch, and at which sizes of an operation it may matter."""
+    """One number of the dispatch, and the sizes of an operation at which it may matter."""
 
     name: str
-    small_first: bool  # the algorithm is for sizes up to the number, not from it on
-    of_a_part: bool  # it is compared with one rank's part of the tensor
+    small_first: bool  # the algorithm is for sizes up to the number, not from it
+    of_a_part: bool  # compared with one rank's part of the tensor
     sizes: tuple[int, ...]
     operation: str = "all_reduce"
     nccl: bool = False
-    beside: bool = False  # what counts is the time together with products
+    beside: bool = False  # timed together with matrix products
     registered: bool = False
 
     @property
@@ -69,8 +64,8 @@ FIELDS = (
     ),
 )
 
-# What else must hold while a field is measured: an all_to_all leaves it to other operations to bring the memory of copy
-# engines, what these carry no ring does, and what goes by them or by relay does not land.
+# Other numbers fixed while a field is measured: all_to_all relies on another operation to allocate copy-engine memory,
+# rings never carry what copy engines do, and transfers by copy engines or relay do not land.
 OTHERS = {
     "all_to_all_engine_from": {"broadcast_engine_from": ALWAYS},
     "bulk_from": {"copy_engine_from": NEVER},
@@ -79,7 +74,7 @@ OTHERS = {
 
 
 def boundary(sizes: list[int], below: list[float], above: list[float]) -> int:
-    """How many of the ascending sizes are best served by what `below` are the times of, and the rest by `above`."""
+    """How many of the smallest sizes should use `below`; the rest use `above` (times at ascending sizes)."""
     costs = []
     for count in range(len(sizes) + 1):
         chosen = below[:count] + above[count:]
@@ -88,7 +83,7 @@ def boundary(sizes: list[int], below: list[float], above: list[float]) -> int:
 
 
 def decide(field: Field, ranks: int, without: list[float], always: list[float]) -> int:
-    """The number for the dispatch, from the times of both candidates at the field's sizes."""
+    """The dispatch's number, from both candidates' times at the field's sizes."""
     sizes = [size // ranks if field.of_a_part else size for size in field.sizes]
     if field.small_first:
         count = boundary(sizes, always, without)
@@ -98,7 +93,7 @@ def decide(field: Field, ranks: int, without: list[float], always: list[float]) 
 
 
 def gains(field: Field, without: list[float], always: list[float]) -> dict[str, float]:
-    """Where a sum in any order would gain more than a tenth: bytes -> times as fast."""
+    """The sizes at which a sum in any order gains more than a tenth: bytes -> speedup."""
     if not (field.nccl and field.sums):
         return {}
     times = zip(field.sizes, without, always, strict=True)
@@ -116,7 +111,7 @@ def _group(numbers: dict[str, int], ranks: int, fast: bool) -> Any:
 
 
 def _registered(tensors: Sequence[torch.Tensor], size: int, groups: Sequence[Any]) -> list[torch.Tensor]:
-    """Tensors like these, of so many bytes, that both groups have registered."""
+    """Copies of these tensors, cut to `size` bytes, registered with both groups."""
     from ark_torch import distributed, memory
 
     with torch.cuda.use_mem_pool(memory.pool()):
@@ -130,7 +125,7 @@ def _registered(tensors: Sequence[torch.Tensor], size: int, groups: Sequence[Any
 def _measure(
     field: Field, numbers: dict[str, int], ranks: int, tensors: Sequence[torch.Tensor], rounds: int
 ) -> list[list[float]]:
-    """Times at the field's sizes without the algorithm, and with it always."""
+    """Times at the field's sizes without the algorithm, and with it."""
     values = (ALWAYS, NEVER) if field.small_first else (NEVER, ALWAYS)
     others = OTHERS.get(field.name, {})
     groups = [_group(numbers | others | {field.name: value}, ranks, field.nccl) for value in values]
@@ -158,14 +153,14 @@ def _measure(
         for index in range(2):
             found[index].append(float(medians[index]))
     torch.cuda.synchronize()
-    del timers  # their graphs hold what the groups have captured
+    del timers  # their graphs hold the groups' captured work
     for group in groups:
         dist.destroy_process_group(group)
     return found
 
 
 def tune(rank: int, ranks: int, rendezvous: str, rounds: int, output: str, only: Sequence[str] = ()) -> None:
-    """One rank's part; rank 0 writes the file. `only`: names of fields, the others keep their defaults."""
+    """One rank's part; rank 0 writes the file. `only`: names of fields to tune; others keep their defaults."""
     from ark_torch import _C
 
     torch.cuda.set_device(rank)
@@ -194,7 +189,7 @@ def tune(rank: int, ranks: int, rendezvous: str, rounds: int, output: str, only:
 
 
 def told(ranks: int, faster: dict[str, dict[str, float]]) -> list[str]:
-    """What reduction="fast" would gain, for people."""
+    """Messages about what reduction="fast" would gain."""
     lines = []
     for operation, sizes in faster.items():
         shown = ", ".join(f"{(gain - 1) * 100:.0f}% at {int(size) / (1 << 20):g} MB" for size, gain in sizes.items())
@@ -203,7 +198,7 @@ def told(ranks: int, faster: dict[str, dict[str, float]]) -> list[str]:
 
 
 def write(output: str, ranks: int, numbers: dict[str, int], faster: dict[str, dict[str, float]] | None = None) -> None:
-    """Puts the rule into the file, beside what it holds for other sizes of groups and for CPU tensors."""
+    """Writes the rule to the file; keeps its rules for other group sizes and for CPU tensors."""
     table: dict[str, Any] = {}
     if os.path.exists(output):
         with open(output, encoding="utf-8") as file:

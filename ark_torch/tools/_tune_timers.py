@@ -1,4 +1,4 @@
-"""What `ark tune --cuda` times: CUDA graphs of one operation, alone or beside products of matrices."""
+"""Timers of `ark tune --cuda`: CUDA graphs of one operation, alone or in parallel with matrix products."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 
 def _call(operation: str, group: Any, whole: torch.Tensor, other: torch.Tensor, ranks: int) -> Callable[[], Any]:
-    """The operation, `whole` being the tensor whose bytes the dispatch looks at."""
+    """The operation; `whole` is the tensor whose bytes the dispatch looks at."""
     part = other[: whole.numel() // ranks]
-    mean = dist.ReduceOp.AVG  # again and again on the same tensor: sums would soon be infinite
+    mean = dist.ReduceOp.AVG  # repeated on the same tensor, sums would become infinite
     if operation == "all_reduce":
         return lambda: dist.all_reduce(whole, mean, group=group)
     if operation == "reduce":
@@ -27,7 +27,7 @@ def _call(operation: str, group: Any, whole: torch.Tensor, other: torch.Tensor, 
 
 
 class Products:
-    """Products of matrices on a stream of their own."""
+    """Matrix products on their own stream."""
 
     def __init__(self) -> None:
         self._matrices = [torch.rand(4096, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
@@ -37,7 +37,7 @@ class Products:
 
     def prepare(self, count: int) -> None:
         one, two, out = self._matrices
-        torch.mm(one, two, out=out)  # outside the graph once
+        torch.mm(one, two, out=out)  # warms up outside the graph
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
@@ -45,7 +45,7 @@ class Products:
                 torch.mm(one, two, out=out)
 
     def last(self, microseconds: float) -> None:
-        """As many from now on as take so long alone."""
+        """From now on runs as many products as take this long alone."""
         self.prepare(max(1, round(microseconds / self._each)))
 
     def replay(self) -> None:
@@ -64,7 +64,7 @@ class Products:
 
 
 class Timer:
-    """One candidate: graphs of several operations of a size, made once."""
+    """One candidate: graphs of several operations of one size, made once."""
 
     def __init__(self, group: Any, operation: str, tensors: Sequence[torch.Tensor], ranks: int) -> None:
         self._group, self._operation, self._tensors, self._ranks = group, operation, tensors, ranks
@@ -79,7 +79,7 @@ class Timer:
     def prepare(self, size: int) -> None:
         self._calls = max(2, min(20, (64 << 20) // size))
         call = self._call(size)
-        call()  # kernels are loaded, and NCCL is made, outside the graph
+        call()  # loads kernels and creates NCCL outside the graph
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):

@@ -1,8 +1,8 @@
 """Compiles CUDA kernels without a GPU: `python -m ark_torch.tools.compile_kernels [--arch sm_90a ...] [--out DIR]`.
 
-Each kind of kernel (--every: each instantiation for groups of 1 to 8) for each architecture, through the same NVRTC
-that compiles at run time, past the cache. Prints seconds, bytes, registers and spills. Exit code: 0; 1 when a kernel
-does not compile; 2 when NVRTC cannot be used.
+It compiles each kind of kernel (--every: each instantiation for groups of 1 to 8) for each architecture with the run
+time's NVRTC, without the cache. Prints seconds, bytes, registers and spills. Exit code: 0; 1 if a kernel does not
+compile; 2 if NVRTC is unusable.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from ark_torch._C import KernelResources
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120")
-# One of each family; the "a" adds the instructions that only that architecture has (wgmma).
+# One per family; the "a" enables architecture-specific instructions (wgmma).
 DEFAULT = ("sm_80", "sm_90a", "sm_120")
 GROUP_SIZES = range(1, 9)
 
 
 def number_of(arch: str) -> int:
-    """90 of sm_90a; ValueError for anything else."""
+    """90 for sm_90a; raises ValueError for an invalid name."""
     found = re.fullmatch(r"sm_(\d{2,3})[af]?", arch)
     if not found:
         raise ValueError(f"{arch!r} is no architecture: say sm_90a, for example")
@@ -47,7 +47,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of it: the cubin and what its kernels take, or an error."""
+    """The job's result: the cubin and its kernels' resources, or an error."""
 
     job: Job
     seconds: float
@@ -57,7 +57,7 @@ class Result:
 
 
 def jobs_of(architectures: list[str], pattern: str = "", every: bool = False) -> list[Job]:
-    """Each kernel whose name matches, for each architecture that it runs on."""
+    """Each kernel whose name matches, for each architecture that it supports."""
     from ark_torch import _C
 
     return [
@@ -81,7 +81,7 @@ def compile_one(job: Job) -> Result:
 
 
 def compile_all(jobs: list[Job], processes: int) -> Iterator[Result]:
-    """The results in the order of the jobs; in so many processes at a time, which inherit this one's settings."""
+    """Yields results in the order of the jobs, using this many processes, which inherit this one's settings."""
     if processes <= 1 or len(jobs) <= 1:
         yield from map(compile_one, jobs)
         return
@@ -104,7 +104,7 @@ def describe(result: Result) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Runs the command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m ark_torch.tools.compile_kernels", description=__doc__)
     parser.add_argument("--arch", nargs="+", metavar="SM", help=f"architectures (default: {' '.join(DEFAULT)})")
     parser.add_argument("--all", action="store_true", help=f"all architectures: {' '.join(ARCHITECTURES)}")

@@ -1,8 +1,9 @@
 """`ark doctor`: what works on this machine, what does not, and why.
 
-The first thing to run, and to send along, when something is wrong; so it must not itself fall over: it imports the
-standard library only, a probe that raises becomes a row, and what might take the process down (importing PyTorch, the
-extension, the CUDA driver) runs in a child with a time limit. The exit code is 0 when collectives on CPU tensors work.
+It is the first thing to run, and to attach to a report, when something fails, so it must not fail itself: it imports
+only the standard library, an exception in a probe becomes a row, and anything that could crash the process (importing
+PyTorch, the extension, the CUDA driver) runs in a child with a time limit. Exit code 0: collectives on CPU tensors
+work.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ark_torch.tools._probes import FAIL, PROBES, WARN, Probe, Row
 
 
 def run_probe(name: str, probe: Probe, needed: bool) -> list[Row]:
-    """The probe's rows; one row with the exception when it raises. What it found before is kept."""
+    """The probe's rows. If it raises, a row with the exception follows those already found."""
     rows: list[Row] = []
     try:
         for row in probe():

@@ -1,4 +1,4 @@
-"""`ark explain`: what backend="ark" makes of a model, as text, as an HTML page, and as files of each region."""
+"""`ark explain`: what backend="ark" makes of a model, as text, as an HTML page, and as files per region."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ examples:
 
 
 def subject(text: str) -> Callable[[], Any]:
-    """The function that a text names. ValueError where there is none."""
+    """The function that `text` names. Raises ValueError if there is none."""
     module, _, name = text.rpartition(":")
     if not module or not name:
         raise ValueError(f"{text!r} is not MODULE:FUNCTION, such as mymodel:example or mymodel.py:example")
@@ -45,7 +45,7 @@ def subject(text: str) -> Callable[[], Any]:
 
 
 def work(plan: dict[str, Any]) -> Iterator[str]:
-    """A table: stages, tasks, arithmetic, bytes and the estimated time of all workers together."""
+    """A table of stages, tasks, arithmetic, bytes and estimated total worker time."""
     from ark_torch.compile.report_html import work_by_kind
 
     yield f"    {'kind':<24} {'stages':>7} {'tasks':>7} {'MFLOP':>9} {'MB':>9} {'est. us':>9}"

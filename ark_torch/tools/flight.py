@@ -1,8 +1,8 @@
-"""`ark flight show` and `ark flight convert`: look at flight records.
+"""`ark flight show` and `ark flight convert`: analyze flight records.
 
-A record is what a process wrote when a collective failed (ARK_FLIGHT_DUMP) or when asked
-(ark_torch.distributed.flight.dump). Give the files of all ranks, or the folder they lie in. `show` says which rank is
-behind and which operations do not match; `convert` writes what PyTorch's own analyser (torchfrtrace) reads.
+A process writes a record when a collective fails (ARK_FLIGHT_DUMP) or on request (ark_torch.distributed.flight.dump).
+Pass the files of all ranks, or their folder. `show` reports which rank is behind and which operations do not match;
+`convert` writes the format of PyTorch's own analyzer (torchfrtrace).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _progress(job: Job, group: str) -> Iterator[str]:
 
 
 def _operations(job: Job, group: str, last: int) -> Iterator[str]:
-    """The last operations side by side, down to the one before the first that a rank has not completed."""
+    """The group's last `last` operations: one line if all ranks agree, else one per rank."""
     rows = job.collectives(group)
     ranks = [rank for rank in job.dumps if group in job.dumps[rank].groups]
     for sequence in list(rows)[-last:]:
@@ -91,7 +91,7 @@ def _operations(job: Job, group: str, last: int) -> Iterator[str]:
 
 
 def show(dumps: dict[int, Dump], last: int) -> tuple[list[str], bool]:
-    """The report, and whether it found anything wrong."""
+    """The report, and whether it contains a problem."""
     job = Job(dumps)
     findings: list[str] = []
     lines = ["Processes", *_processes(dumps)]

@@ -1,7 +1,7 @@
-"""What the ranks' flight records say together: who is behind, at which operation, and which operations do not match.
+"""Compares the ranks' flight records: who is behind, at which operation, and which operations do not match.
 
-A group's collectives carry the same sequence number on every rank, so records are compared number by number. Ranks
-that left no record (killed) are known from what the others read of them in shared memory at the failure.
+A group's collectives have the same sequence number on every rank, so records are compared number by number. For ranks
+without a record (killed) the others recorded at the failure what they saw of them in shared memory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ark_torch.tools.flight_dumps import Dump, Group, Operation, Peer, Progress
 
-# Elements that all ranks must agree on. Not listed: nothing to compare between ranks (all_to_all).
+# Operations whose number of elements must be equal on all ranks; others (all_to_all) cannot be compared.
 _SAME_INPUT = {"all_reduce", "all_reduce_coalesced", "all_reduce_sparse", "broadcast", "reduce", "gather", "all_gather"}
 _SAME_INPUT |= {"all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"}
 _SAME_OUTPUT = {"all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "scatter"}
@@ -20,10 +20,10 @@ _SAME_OUTPUT = {"all_gather", "all_gather_into_tensor", "reduce_scatter_tensor",
 
 @dataclass(frozen=True)
 class Seen:
-    """How far a rank got in a group, and whose record says so."""
+    """A rank's progress in a group, and the record that reports it."""
 
     progress: Progress
-    by: int  # global rank; the rank itself when it left a record
+    by: int  # global rank; the rank itself if it has a record
     waiting_on: int | None = None  # global rank
     lost: bool = False
 
@@ -54,15 +54,15 @@ class Job:
                     row[dump.rank] = operation
 
     def too_late(self, rank: int, operation: Operation) -> bool:
-        """Called by a rank that others had given up on by then: they waited for it in vain.
+        """Whether the rank called the operation after others had given up waiting for it.
 
-        It may still have completed, when what the others had published before was all that it needed.
+        It may still have completed, if the data already published was all that it needed.
         """
         failed_at = self.failed_at.get(operation.group, operation.time_created_ns)
         return operation.time_created_ns > failed_at and rank in self.blamed(operation.group)
 
     def blamed(self, group: str) -> dict[int, list[int]]:
-        """Rank that an error names -> ranks whose error it is."""
+        """Rank named by an error -> ranks that raised it."""
         if group in self._blame:
             return self._blame[group]
         blame: dict[int, list[int]] = {}
@@ -79,7 +79,7 @@ class Job:
         return dict(sorted(self._tables.get(group, {}).items()))
 
     def _reports(self, group: str) -> Iterator[tuple[int, int, Peer]]:
-        """(global rank reported on, reporter, what it saw), first failures first."""
+        """(global rank reported on, reporter, observed state), first failures first."""
         for dump in self.dumps.values():
             for failure in dump.failures:
                 if failure.group != group:
@@ -90,7 +90,7 @@ class Job:
                         yield rank, dump.rank, peer
 
     def progress(self, group: str) -> dict[int, Seen]:
-        """Every member that anything is known of."""
+        """The progress of every member with any information."""
         seen: dict[int, Seen] = {}
         for rank, by, peer in self._reports(group):
             waiting = self.groups[group].to_global(peer.waiting_on)
@@ -126,7 +126,7 @@ def _signature(operation: Operation) -> tuple[object, ...]:
 
 
 def mismatches(job: Job, group: str) -> Iterator[str]:
-    """Operations of one sequence number that cannot be the same collective; the majority is taken to be right."""
+    """Operations with one sequence number that cannot be the same collective; the majority is assumed right."""
     for sequence, row in job.collectives(group).items():
         signatures = {rank: _signature(operation) for rank, operation in row.items()}
         usual = Counter(signatures.values()).most_common(1)[0][0]
@@ -138,7 +138,7 @@ def mismatches(job: Job, group: str) -> Iterator[str]:
 
 
 def stragglers(job: Job, group: str) -> Iterator[str]:
-    """Who the others wait for."""
+    """The ranks that the others wait for."""
     seen = job.progress(group)
     if not seen:
         return
@@ -178,7 +178,7 @@ Pair = tuple[str, int, int, int]  # group, global source, global destination, ta
 
 
 def messages(job: Job) -> dict[Pair, tuple[list[Operation], list[Operation]]]:
-    """Sends and receives by pair of ranks, in order. Those from any source are left out: whom they met is unknown."""
+    """Sends and receives by pair of ranks, in order, except receives from any source, whose sender is unknown."""
     pairs: dict[Pair, tuple[list[Operation], list[Operation]]] = {}
     for dump in job.dumps.values():
         for operation in dump.operations:
@@ -192,14 +192,14 @@ def messages(job: Job) -> dict[Pair, tuple[list[Operation], list[Operation]]]:
 
 
 def message_number(operations: list[Operation], index: int, wrapped: bool) -> int | None:
-    """Which message of its pair this is, from 1; None when the record no longer tells."""
+    """The number of this message in its pair, from 1; None if the record no longer shows it."""
     if operations[index].p2p_sequence > 0:
         return operations[index].p2p_sequence
     return None if wrapped else index + 1
 
 
 def unpaired(job: Job) -> Iterator[str]:
-    """Sends without a receive and receives without a send, where both ranks left a record that reaches back."""
+    """Sends without a receive and vice versa, if both ranks' records reach back far enough."""
     for (group, source, target, tag), sides in messages(job).items():
         if source not in job.dumps or target not in job.dumps:
             continue

@@ -1,15 +1,13 @@
-"""Flight records as the pickles that PyTorch's analyser reads: `torchfrtrace DIR`, version 2.10 of its format.
+"""Converts flight records to the pickles of PyTorch's analyzer: `torchfrtrace DIR`, version 2.10 of its format.
 
-The analyser knows NCCL's world, so some things are put its way:
-- Names are NCCL's ("nccl:all_reduce"); it refuses others.
-- It compares states and sizes literally: sizes it cannot judge (lists of tensors, all_to_all) are given as element
-  counts, and `failed` becomes how far the operation had got. What was called after the group had failed is left out.
-- It takes a send or receive for something all ranks of the group join. Each direction of each pair of ranks therefore
-  becomes a group of two of its own, "<group>:p2p <source>-><destination>", where it pairs them rightly.
-- It drops what is older than the youngest record's first entry by record id, which ranks do not share. The cut is made
-  here, a group at a time, and the ids are given anew.
-- It wants a file of every rank. One that was killed leaves none: its entries are made up from the other ranks' and from
-  what they saw of its progress in shared memory.
+The analyzer assumes NCCL, so the conversion adapts the records:
+- Names become NCCL's ("nccl:all_reduce"); it rejects others.
+- It compares states and sizes literally: sizes that it cannot judge (lists of tensors, all_to_all) become element
+  counts, and `failed` becomes the state reached before. Calls after the group's failure are dropped.
+- It takes sends and receives for calls that all ranks join: each direction of each pair becomes its own group of two,
+  "<group>:p2p <source>-><destination>".
+- It drops old entries by record id, which ranks do not share: they are cut here per group, and ids are renumbered.
+- It requires a file per rank: a killed rank's entries are reconstructed from the other ranks' records.
 """
 
 from __future__ import annotations
@@ -73,7 +71,7 @@ def _state(operation: Operation) -> str:
 
 
 def _sizes(operation: Operation, name: str, group_size: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Input and output sizes in the form whose relations the analyser checks; never an empty list, which it indexes."""
+    """Input and output sizes in the form that the analyzer checks; never an empty list, which it would index."""
     if name == "all_reduce_barrier":
         return [[1]], [[1]]
     count_in, count_out = operation.input_elements, operation.output_elements
@@ -122,7 +120,7 @@ def _entry(operation: Operation, dump: Dump) -> Entry:
 
 
 def _first_common(job: Job, group: str) -> int:
-    """The first sequence number that no rank's ring can have lost."""
+    """The first sequence number that is still in every rank's ring."""
     first = 1
     for dump in job.dumps.values():
         if dump.wrapped and group in dump.groups:
@@ -132,7 +130,7 @@ def _first_common(job: Job, group: str) -> int:
 
 
 class _Files:
-    """What becomes one pickle a rank."""
+    """The contents of one pickle per rank."""
 
     def __init__(self) -> None:
         self.entries: dict[int, list[Entry]] = {}
@@ -151,13 +149,13 @@ class _Files:
 
 
 def _stand_in(job: Job, files: _Files, group: str, first: int) -> None:
-    """Entries of the group's members that left no record."""
+    """Reconstructs entries for the group's members that left no record."""
     rows = job.collectives(group)
     done = max((s for s, row in rows.items() if any(op.state == "completed" for op in row.values())), default=0)
     for rank in job.groups[group].ranks:
         if rank in job.dumps:
             continue
-        # Without a report: a collective that others completed had this rank in it.
+        # Without a report: this rank took part in every collective that others completed.
         seen = job.progress(group).get(rank)
         progress = seen.progress if seen else Progress(done, done, done)
         gone = rank in job.blamed(group) or (seen is not None and seen.lost)
@@ -165,14 +163,14 @@ def _stand_in(job: Job, files: _Files, group: str, first: int) -> None:
         for sequence, row in rows.items():
             other, model = next(iter(row.items()))
             finished = sequence <= progress.completed or all(op.state == "completed" for op in row.values())
-            # What a lost rank died in, it will never join: leaving it out is what makes the analyser name the rank.
+            # A lost rank never joins the collective that it died in; without that entry the analyzer names the rank.
             if first <= sequence <= progress.scheduled and (finished or not gone):
                 state = "completed" if finished else "started"
                 files.entries[rank].append({**_entry(model, job.dumps[other]), "state": state, "retired": False})
 
 
 def _add_messages(job: Job, files: _Files) -> list[str]:
-    """Sends and receives, each direction of a pair as a group of two; returns what had to be left out."""
+    """Adds sends and receives, each direction of a pair as a group of two; returns notes on omissions."""
     notes = []
     for (group, source, target, tag), sides in messages(job).items():
         name = f"{group}:p2p {source}->{target}" + (f" tag {tag}" if tag else "")
@@ -189,7 +187,7 @@ def _add_messages(job: Job, files: _Files) -> list[str]:
         if unknown:
             notes.append(f"{name}: left out, the record no longer tells which message is which")
             continue
-        # A rank without a record: whatever completed met its counterpart; what did not stays, and names it.
+        # One rank has no record: completed operations had a counterpart; the incomplete ones remain and name it.
         absent = not {source, target} <= job.dumps.keys()
         pair = tuple(sorted((source, target)))
         for rank in pair:
@@ -203,7 +201,7 @@ def _add_messages(job: Job, files: _Files) -> list[str]:
             entry["pg_id"] = zlib.crc32(name.encode())
             entry["collective_seq_id"] = entry["p2p_seq_id"] = number
             entry["profiling_name"] += f" {arrow[0] if operation.operation == 'send' else arrow[1]}"
-            # The analyser compares a send's input with a receive's output.
+            # The analyzer compares a send's input with a receive's output.
             sizes = [[operation.input_elements or operation.output_elements]]
             entry["input_sizes"] = entry["output_sizes"] = sizes
             files.entries[rank].append(entry)
@@ -211,7 +209,7 @@ def _add_messages(job: Job, files: _Files) -> list[str]:
 
 
 def convert(dumps: Mapping[int, Dump]) -> tuple[dict[int, dict[str, Any]], list[str]]:
-    """The object to pickle for every rank, and remarks on what was made up or left out."""
+    """The object to pickle for each rank, and notes on what was reconstructed or omitted."""
     job = Job(dumps)
     files = _Files()
     notes = []
@@ -249,7 +247,7 @@ def convert(dumps: Mapping[int, Dump]) -> tuple[dict[int, dict[str, Any]], list[
 
 
 def write(pickles: Mapping[int, Mapping[str, Any]], folder: Path, prefix: str) -> list[Path]:
-    """One file a rank, named as the analyser wants: the prefix, then the rank."""
+    """Writes one file per rank with the analyzer's naming: the prefix, then the rank."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for rank, content in pickles.items():

@@ -1,7 +1,7 @@
-"""Flight records as written by the extension (schema: csrc/health/flight/flight_record_json.hpp), read and checked.
+"""Reads and checks flight records written by the extension (schema: csrc/health/flight/flight_record_json.cpp).
 
-A dump is one process's last operations. Files come from machines that just failed, so every field is looked at before
-it is used and an error names the file and what is wrong with it. Standard library only: works without PyTorch.
+A dump is one process's last operations. Files come from machines that just failed, so every field is checked before
+use, and an error names the file and the problem. Standard library only: works without PyTorch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SCHEMA, MAJOR = "ark_flight_record", 1
 
 
 class DumpError(ValueError):
-    """A file that is no flight record, or files that do not belong together."""
+    """A file is not a flight record, or files do not belong together."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Group:
 
 @dataclass
 class Operation:
-    """One entry; `group` is the name and `peer` the rank within the group."""
+    """One entry; `group` is the group's name and `peer` a rank within it."""
 
     id: int
     group: str
@@ -73,7 +73,7 @@ class Operation:
 
     @property
     def title(self) -> str:
-        """all_reduce SUM float32 [8, 4]"""
+        """For example "all_reduce SUM float32 [8, 4]"."""
         sizes = self.input_sizes if self.operation != "recv" else self.output_sizes
         shape = ", ".join(str(size) for size in sizes) + (", ..." if self.truncated else "")
         root = "" if self.root is None else f"root {self.root}"
@@ -82,7 +82,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Peer:
-    """How far a rank was, as another rank saw it in shared memory."""
+    """A rank's progress as another rank saw it in shared memory."""
 
     rank: int  # in the group
     progress: Progress
@@ -96,7 +96,7 @@ class Failure:
     time_ns: int
     group: str | None
     error: str
-    peer: int | None  # rank to blame, in the group
+    peer: int | None  # the rank to blame, within the group
     operation: str
     sequence: int
     frame: str
@@ -110,7 +110,7 @@ class Dump:
     host: str
     pid: int
     written_ns: int
-    wrapped: bool  # operations older than the first one kept existed
+    wrapped: bool  # older operations existed
     dropped: int
     groups: dict[str, Group]
     operations: list[Operation]  # oldest first
@@ -188,7 +188,7 @@ def _failure(entry: Mapping[str, Any], names: Mapping[int, str], where: str) -> 
 
 
 def parse(data: object, path: Path) -> Dump:
-    """One process's record. Of groups that share a name (made again after a destroy) the newest counts."""
+    """One process's record. Of groups that share a name (recreated after a destroy) the newest counts."""
     where = str(path)
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         raise DumpError(f"{where}: not a flight record (schema is not {SCHEMA!r})")
@@ -197,14 +197,14 @@ def parse(data: object, path: Path) -> Dump:
         raise DumpError(f"{where}: schema version {version}, but this tool reads {MAJOR}.x: use that ark_torch's")
     process = _get(data, "process", dict, where)
     rank = _get(process, "global_rank", int, where)
-    if rank < 0:  # written before the group was up; the name is what is left
+    if rank < 0:  # written before the group was ready: only the file name has the rank
         digits = re.search(r"(\d+)(\.json)?$", path.name)
         if digits is None:
             raise DumpError(f"{where}: holds no rank and its name ends in none: rename it to NAME_<rank>.json")
         rank = int(digits[1])
 
     groups: dict[str, Group] = {}
-    names: dict[int, str] = {}  # of the groups that count
+    names: dict[int, str] = {}  # names of the groups that count
     for item in _get(data, "groups", list, where):
         group = Group(
             name=_get(item, "name", str, where),
@@ -237,7 +237,7 @@ def parse(data: object, path: Path) -> Dump:
 
 
 def load(paths: Iterable[str | Path]) -> dict[int, Dump]:
-    """Dumps by global rank. A folder stands for the *.json files in it; of one rank's dumps the last written counts."""
+    """Dumps by global rank. A folder stands for its *.json files; of several dumps of one rank the newest counts."""
     files: list[Path] = []
     for path in map(Path, paths):
         files += sorted(path.glob("*.json")) if path.is_dir() else [path]

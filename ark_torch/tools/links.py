@@ -1,8 +1,8 @@
-"""`ark doctor --links`: what lies between every pair of ranks, how fast it is, and whether values arrive.
+"""`ark doctor --links`: the connection between every pair of ranks, its speed, and whether values arrive intact.
 
-Ranks are processes of this machine, one for each GPU, or those of a launcher (torchrun) that has started the command:
-so it also measures between machines. Each pair is measured while the others wait: latency of 8 bytes (half of a round
-trip), then GB/s of large tensors there, back, and both ways at once (each way's), by send and recv of an ark group.
+Ranks are processes of this machine, one per GPU, or those of a launcher (torchrun) that started the command, so it also
+measures between machines. Each pair is measured by send and recv of an ark group while the others wait: latency of 8
+bytes (half a round trip), then GB/s of large tensors there, back, and in both directions at once (per direction).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 Found = dict[str, Any]
-COLLIDES = 0.6  # both ways at once reach less than this of one way: they share something
+COLLIDES = 0.6  # less than this share of the one-way rate, both ways at once, means a shared resource
 
 
 def measured(ranks: int | None, device: str) -> Found | None:
-    """What rank 0 found; None on the other ranks of a launcher."""
+    """Rank 0's results; None on a launcher's other ranks."""
     from ark_torch.tools import _links_rank
 
     with tempfile.TemporaryDirectory(prefix="ark-links-") as folder:
@@ -56,7 +56,7 @@ def _spawn(ranks: int, device: str, results: str) -> None:
     shared = os.environ | {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the parent has the store
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the parent hosts the store
         "WORLD_SIZE": str(ranks),
     }
     processes = [subprocess.Popen(command, env=shared | {"RANK": str(rank)}) for rank in range(ranks)]
@@ -67,7 +67,7 @@ def _spawn(ranks: int, device: str, results: str) -> None:
 
 
 def nvidia_links(text: str | None = None) -> dict[tuple[int, int], str]:
-    """What nvidia-smi says is between two GPUs: "NV18" (so many NVLinks), "PIX", "NODE", "SYS" ..."""
+    """nvidia-smi's connection between two GPUs: "NV18" (number of NVLinks), "PIX", "NODE", "SYS" ..."""
     if text is None:
         try:
             done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=30)
@@ -98,7 +98,7 @@ def path_of(found: Found, row: dict[str, Any], links: dict[tuple[int, int], str]
 
 
 def verdict_of(found: Found) -> tuple[str, bool]:
-    """One sentence, and whether all is well."""
+    """One sentence, and whether everything works."""
     wrong = [f"{row['from']}->{row['to']}" for row in found["pairs"] if not row["right"]]
     wrong += [f"{row['to']}->{row['from']}" for row in found["pairs"] if not row["right_back"]]
     if wrong and found["kind"] == "cuda":
@@ -143,7 +143,7 @@ def as_table(found: Found) -> str:
 
 
 def draw(found: Found, path: str) -> None:
-    """GB/s between all pairs, as a picture (matplotlib)."""
+    """Plots the GB/s of all pairs (matplotlib)."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -170,7 +170,7 @@ def draw(found: Found, path: str) -> None:
 
 
 def report(ranks: int | None, device: str | None, as_json: bool, picture: str | None) -> int:
-    """Measures and prints; the exit code: 0 where values arrive everywhere, 1 otherwise."""
+    """Measures and prints; returns the exit code: 0 if all values arrive, else 1."""
     if device is None:
         device = "cuda" if _gpus() > 1 else "cpu"
     found = measured(ranks, device)

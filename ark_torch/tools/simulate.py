@@ -1,4 +1,4 @@
-"""`ark simulate`: how long a collective takes on 2 to 4,096 ranks, by a discrete-event model fitted to measurements."""
+"""`ark simulate`: predicts a collective's time on 2 to 4,096 ranks by simulation, fitted to measurements."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def simulated(machine: Any, options: argparse.Namespace) -> list[dict[str, Any]]
     from ark_torch.simulation.network import new_environment
     from ark_torch.tools.bench.config import parse_size
 
-    new_environment()  # whether simpy is there, before anything slow is imported
+    new_environment()  # checks for simpy before slow imports
     if options.engine not in (None, *collective.ENGINES):
         raise collective.BadCall(f"there is no engine {options.engine!r}; engines are {', '.join(collective.ENGINES)}")
     rows = []

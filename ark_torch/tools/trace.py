@@ -1,4 +1,4 @@
-"""`ark trace`: what the timelines say that ARK_TRACE made, merged, cut and drawn."""
+"""`ark trace`: analyzes, merges, cuts and draws the timelines of ARK_TRACE."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ examples:
 
 
 def summary(region: str, steps: Sequence[Step]) -> Iterator[str]:
-    """Times are microseconds of all workers together, a step's mean; shares are of the workers' time in steps."""
+    """Times are a step's mean, in microseconds summed over workers; shares are of the workers' time in steps."""
     lengths = sorted(step.length for step in steps)
     ranks = len({step.rank for step in steps})
     yield (
@@ -59,7 +59,7 @@ def summary(region: str, steps: Sequence[Step]) -> Iterator[str]:
 
 
 def beside(one: Step, steps: Sequence[Step]) -> list[Step]:
-    """A step with those of the other ranks at the same time, in the order of ranks."""
+    """A step and the other ranks' steps at the same time, in rank order."""
     found = {one.rank: one}
     for step in steps:
         if step.region == one.region and step.begin < one.end and one.begin < step.end:
@@ -68,14 +68,14 @@ def beside(one: Step, steps: Sequence[Step]) -> list[Step]:
 
 
 def choose(steps: Sequence[Step], number: int | None) -> list[Step]:
-    """The steps to draw: the one asked for, or the middling one of the region that took most; of all ranks."""
+    """The steps to draw, of all ranks: the requested one, or the median one of the region with the most time."""
     by_region: dict[str, list[Step]] = defaultdict(list)
     for step in steps:
         by_region[step.region].append(step)
     most = max(by_region.values(), key=lambda some: sum(step.length for step in some))
     mine = [step for step in most if step.rank == most[0].rank]
     if number is None:
-        later = mine[len(mine) // 4 :]  # the first ones warm up
+        later = mine[len(mine) // 4 :]  # skips the warm-up steps
         one = sorted(later, key=lambda step: step.length)[len(later) // 2]
     else:
         one = mine[number]

@@ -1,7 +1,7 @@
 """`ark tune`: measures which algorithms suit this machine and writes them as a dispatch table.
 
-The table is used through ARK_DISPATCH=FILE; every rank of a group uses rank 0's. _tune_cpu.py measures for CPU tensors,
-_tune_cuda.py for CUDA tensors; both keep what the other has written to the same file.
+ARK_DISPATCH=FILE selects the table; every rank of a group uses rank 0's. _tune_cpu.py measures for CPU tensors,
+_tune_cuda.py for CUDA tensors; each keeps the other's rules in the same file.
 """
 
 from __future__ import annotations

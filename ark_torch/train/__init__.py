@@ -1,4 +1,4 @@
-"""Training that the GPU drives by itself: a whole step, communication included, as one launch."""
+"""Training steps that run on the GPU without the host: a whole step, communication included, as one launch."""
 
 from ark_torch.train.capture import capture
 from ark_torch.train.captured import CapturedStep

@@ -1,11 +1,11 @@
-"""What ranks tell each other on the host, so that each step is the same on all of them.
+"""Host-side messages between ranks, which keep every step the same on all of them.
 
-Before the first step they compare what they train; before each call, what they are about to do: an eager step and a
-replayed one may not meet, since collectives go other ways in graphs. It takes one all_gather of 8 bytes of CPU memory:
-some 10 us over ark, while the GPU still works on the steps before. Texts travel as UTF-8 bytes, nothing is unpickled.
+Before the first step the ranks compare what they train; before each call, what they are about to do: an eager step and
+a replayed one must not meet, since graphs use other collective paths. A call costs one all_gather of 8 bytes of CPU
+memory, about 10 us over ark, while the GPU still runs earlier steps. Texts travel as UTF-8 bytes; nothing is unpickled.
 
-Over ark it has a group of its own: collectives of the user's group that one rank captures and another does not (a
-capture that breaks off, a shape that is new on one rank) leave the order of these words alone.
+Over ark the messages use a group of their own: a collective of the user's group that only one rank captures (a failed
+capture, a new shape on one rank) must not disturb their order.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-REPLAY, CAPTURE, EAGER, FAILED = range(4)  # what a rank is about to do, or what came of it
+REPLAY, CAPTURE, EAGER, FAILED = range(4)  # what a rank is about to do, or the result
 
 
 class Agreement:
-    """The host's side of a group."""
+    """A group's host-side messages."""
 
     def __init__(self, group: Any) -> None:
         self._group = _beside(group)
-        self._own = self._group is not group
+        self._own = self._group is not group and self._group not in _gloo_groups.values()
         self.rank, self.ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
 
     def close(self) -> None:
-        """Gives a group of its own back; nothing is agreed on any more."""
+        """Destroys the separate group, if there is one; no messages may follow."""
         if self._own:
             self._own = False
-            with contextlib.suppress(ValueError):  # it went with the default group
+            with contextlib.suppress(ValueError):  # it was destroyed with the default group
                 dist.destroy_process_group(self._group)
 
     def everyone(self, value: int) -> list[int]:
@@ -40,7 +40,7 @@ class Agreement:
         return [int(one) for one in self._gathered(torch.tensor([value]))]
 
     def share(self, text: str) -> list[str]:
-        """Every rank's text."""
+        """Every rank's text, in rank order."""
         data = text.encode()
         sizes = self.everyone(len(data))
         padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
@@ -54,13 +54,13 @@ class Agreement:
         return every
 
     def whose(self, reasons: list[str]) -> str:
-        """This rank's own reason, or else the first that another rank has; empty: none has any."""
+        """This rank's own reason, else that of the first rank that has one; "" if none has."""
         if reasons[self.rank]:
             return reasons[self.rank]
         return next((f"on rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason), "")
 
     def compare(self, facts: dict[str, str]) -> None:
-        """ValueError on every rank where two ranks' facts differ; it names both and what they have."""
+        """Raises ValueError on every rank if facts differ; it names two ranks and their values."""
         told: list[dict[str, str]] = [json.loads(text) for text in self.share(json.dumps(facts))]
         for rank, other in enumerate(told):
             for name in [*told[0], *(name for name in other if name not in told[0])]:
@@ -73,19 +73,19 @@ class Agreement:
 
 
 def ark_backend(group: Any, device_type: str) -> Any:
-    """The group's ProcessGroupArk for such tensors, or None."""
+    """The group's ProcessGroupArk for tensors of this device type, or None."""
     from ark_torch import _C
 
     try:
         backend = group._get_backend(torch.device(device_type))
-    except RuntimeError:  # it does not carry them
+    except RuntimeError:  # the group does not support them
         return None
     backend = getattr(backend, "wrapped_pg", backend)
     return backend if isinstance(backend, _C.ProcessGroupArk) else None
 
 
 def _beside(group: Any) -> Any:
-    """Whom CPU tensors go over: a group of the same ranks, or the group itself where it never carries captured work."""
+    """The group for messages: a new one of the same ranks, or the given one if it never carries captured work."""
     members = dist.get_process_group_ranks(group)
     ark = ark_backend(group, "cpu")
     if ark is not None:
@@ -96,5 +96,19 @@ def _beside(group: Any) -> Any:
     try:
         group._get_backend(torch.device("cpu"))
     except RuntimeError:
-        return dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        return _gloo_beside(group, members)
     return group
+
+
+# Group of CUDA tensors alone -> its Gloo group. PyTorch names a group by its ranks, and Gloo's addresses of a destroyed
+# group stay in the store under that name: ranks of a second one could connect to the first one's.
+_gloo_groups: dict[Any, Any] = {}
+
+
+def _gloo_beside(group: Any, members: list[int]) -> Any:
+    known = dist.distributed_c10d._world.pg_map
+    for other in [other for other in _gloo_groups if other not in known]:
+        del _gloo_groups[other]
+    if _gloo_groups.get(group) not in known:
+        _gloo_groups[group] = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+    return _gloo_groups[group]

@@ -1,4 +1,4 @@
-"""What Python changes while a step is captured, and what a failed capture leaves: put back to where it was."""
+"""Saves the host state that a capture changes, and restores it if the capture fails."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ark_torch.train.step import Step
 
 
 class Before:
-    """The host's side of a model, its gradients, its optimizer and its scaler between two steps."""
+    """The host state of a model, its gradients, its optimizer and its scaler between two steps."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
         self._gradients = [(p, p.grad) for _, p in step.subject.parameters()]
         if step.buckets is None and step.subject.device.type == "cuda":
-            # Those of the step before, which the next one throws away: their memory is the capture's to take.
+            # The next step discards the gradients of the last one, so the capture may use their memory.
             self._gradients = [(p, None) for p, _ in self._gradients]
             step.clear_gradients()
         self._random = random.getstate()

@@ -1,13 +1,13 @@
-"""Gradients in flat buckets, averaged over the ranks as soon as a bucket's last gradient is there.
+"""Gradients in flat buckets, averaged over the ranks as soon as a bucket's last gradient is ready.
 
-The first step finds out in which order gradients come: it runs without buckets, and then the ranks agree on rank 0's
-order and on which parameters have no gradient anywhere (those stay without one). From then on each parameter's gradient
-is a view into a bucket. Autograd makes a gradient of its own first; when a bucket's last one is there, one operator
-copies all of them to their views, and the all_reduce follows on a stream of high priority. Copied, not accumulated in
-place: that would read the view and zero it before.
+The first step runs without buckets to find the order of gradients. The ranks then agree on rank 0's order and on which
+parameters have no gradient on any rank (those stay without one). From then on each parameter's gradient is a view into
+a bucket. When a bucket's last gradient is ready, one operator copies all of them from autograd's tensors to their
+views, and the all_reduce follows on a high-priority stream. Accumulating in place would instead zero and read the
+views.
 
-Invariant: buckets are reduced in the same order on all ranks, whatever order gradients come in, and each step reduces
-each bucket once. Hooks do nothing outside a step.
+Invariant: all ranks reduce buckets in the same order, whatever the order of gradients, and each step reduces each
+bucket once. Hooks do nothing outside a step.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from torch.distributed.tensor import DTensor
 
 from ark_torch.train.agreement import Agreement, ark_backend
 
-ALIGNMENT = 512  # bytes: a bucket begins where copies of any width may
+ALIGNMENT = 512  # bytes; bucket alignment, for copies of any width
 
 
 class Bucket:
-    """Neighbours in the order of gradients, of one dtype."""
+    """Consecutive parameters in gradient order, of one dtype."""
 
     def __init__(self) -> None:
         self.members: list[int] = []
         self.bytes = 0
         self.flat = torch.empty(0)
-        self.left = 0  # members whose gradient is still to come
+        self.left = 0  # members whose gradient is not ready yet
         self.complete = False
 
 
@@ -59,12 +59,12 @@ class Buckets:
         self.buckets: list[Bucket] = []
         self.registered = False
         self._built = False
-        self._order: list[int] = []  # of the gradients of the first step
+        self._order: list[int] = []  # order of gradients in the first step
         self._active = self._last = False
         self._came: set[int] = set()
-        self._next = 0  # the bucket to be reduced next
+        self._next = 0  # the next bucket to reduce
         self._works: list[tuple[Any, Tensor]] = []
-        self._divides = False  # the group cannot average
+        self._divides = False  # whether the group cannot average, so that gradients are divided
         self._storages: list[Tensor] = []
         hook = self._came_for
         self._handles = [
@@ -72,10 +72,10 @@ class Buckets:
             for number, parameter in enumerate(self._parameters)
         ]
 
-    # --- a step ---
+    # ---- A step
 
     def begin(self, last: bool) -> None:
-        """Before the forward pass of a micro-batch; `last`: its backward pass completes the gradients."""
+        """Called before a micro-batch's forward pass; `last`: its backward pass completes the gradients."""
         self._active, self._last = True, last
         self._came.clear()
         self._next = 0
@@ -83,7 +83,7 @@ class Buckets:
             bucket.left, bucket.complete = len(bucket.members), False
 
     def end(self) -> None:
-        """After the backward pass: what has not been averaged yet, and the current stream waits for all of it."""
+        """Called after the backward pass: averages the rest, and makes the current stream wait for all averages."""
         self._active = False
         if not self._last:
             return
@@ -102,14 +102,14 @@ class Buckets:
         self._works.clear()
 
     def abandon(self) -> None:
-        """A step that broke off: whatever was begun is forgotten."""
+        """Discards the state of a step that failed."""
         self._active = False
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self._works.clear()
 
     def close(self) -> None:
-        """Hooks go; gradients stay where they are. Collective where the memory is registered."""
+        """Removes the hooks; gradients stay in place. Collective if the memory is registered."""
         for handle in self._handles:
             handle.remove()
         if self.registered:
@@ -152,7 +152,7 @@ class Buckets:
             self._launch()
 
     def _complete(self, bucket: Bucket) -> None:
-        """All gradients that are there lie in the bucket then; those that are missing here count as zero."""
+        """Moves all available gradients into the bucket; gradients missing on this rank count as zero."""
         into, gradients = [], []
         for number in bucket.members:
             parameter, view = self._parameters[number], self._views[number]
@@ -171,7 +171,7 @@ class Buckets:
         bucket.complete = True
 
     def _launch(self) -> None:
-        """Reduces what is complete, in the order that all ranks keep."""
+        """Reduces the complete buckets, in the order shared by all ranks."""
         while self._last and self._next < len(self.buckets) and self.buckets[self._next].complete:
             flat = self.buckets[self._next].flat
             self._next += 1
@@ -188,10 +188,10 @@ class Buckets:
         op = dist.ReduceOp.SUM if self._divides else dist.ReduceOp.AVG
         return dist.all_reduce(flat, op, self._group, async_op=self._stream is None)
 
-    # --- the plan ---
+    # ---- The plan
 
     def _build(self) -> None:
-        """After the first step's backward pass: agrees on the order, lays gradients out, copies what is there."""
+        """After the first step's backward pass: agrees on the order, lays out the buckets, copies the gradients."""
         present = [p.grad is not None for p in self._parameters]
         sparse = [
             n for n, p in zip(self._names, self._parameters, strict=True) if p.grad is not None and p.grad.is_sparse
@@ -214,7 +214,7 @@ class Buckets:
         self._built = True
 
     def _plan(self, order: list[int]) -> None:
-        """A bucket is closed when it has reached the limit, and stands where its last gradient comes."""
+        """A bucket is closed when it has reached the limit; its last gradient decides its place in the order."""
         still_open: dict[torch.dtype, Bucket] = {}
         for number in order:
             parameter = self._parameters[number]
@@ -229,7 +229,7 @@ class Buckets:
         self.buckets.sort(key=lambda bucket: place[bucket.members[-1]])
 
     def _allocate(self) -> None:
-        """One tensor of each dtype, of which buckets are slices: one registration."""
+        """One tensor per dtype, sliced into buckets, so that there is one registration."""
         for dtype in dict.fromkeys(self._parameters[bucket.members[0]].dtype for bucket in self.buckets):
             buckets = [one for one in self.buckets if self._parameters[one.members[0]].dtype == dtype]
             step = max(1, ALIGNMENT // dtype.itemsize)
@@ -255,7 +255,7 @@ class Buckets:
             at += like.numel()
 
     def _storage(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Memory that the group's ranks may map, where ark carries CUDA tensors; zeroed, its gaps too."""
+        """Zeroed memory, gaps included; mappable by the group's ranks if ark carries CUDA tensors."""
         if self._device.type == "cuda" and self._wants_registered and ark_backend(self._group, "cuda") is not None:
             from ark_torch import memory
             from ark_torch.distributed import register
@@ -267,7 +267,7 @@ class Buckets:
         return torch.zeros(count, dtype=dtype, device=self._device)
 
     def _can_average(self) -> bool:
-        """Gloo knows no average: it says so before anything moves, on all ranks alike."""
+        """Gloo cannot average; it raises before anything is sent, on all ranks."""
         try:
             dist.all_reduce(torch.zeros(1, device=self._device), dist.ReduceOp.AVG, self._group)
         except (RuntimeError, ValueError):
@@ -276,7 +276,7 @@ class Buckets:
 
 
 def _dense(tensor: Tensor) -> bool:
-    """Whether its strides fill its memory without gaps, in whatever order of dimensions."""
+    """Whether the strides fill the memory without gaps, in any order of dimensions."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -286,7 +286,7 @@ def _dense(tensor: Tensor) -> bool:
 
 
 def _local(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's part; a gradient that is laid out otherwise than its parameter is brought into its layout first."""
+    """This rank's part; a gradient with other placements than its parameter is redistributed first."""
     if isinstance(parameter, DTensor):
         assert isinstance(tensor, DTensor)
         if tensor.placements != parameter.placements:

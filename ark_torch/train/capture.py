@@ -1,4 +1,4 @@
-"""`capture(model, optimizer, loss)`: the entry, what it takes, and what it refuses."""
+"""The entry point `capture(model, optimizer, loss)`, with its checks of arguments."""
 
 from __future__ import annotations
 
@@ -36,48 +36,50 @@ def capture(
     bucket_mb: float = 50.0,
     registered: bool = True,
 ) -> CapturedStep:
-    """A training step that one launch of the host runs: `step = capture(model, optimizer, loss)`, then `step(batch)`.
+    """A training step in a single launch by the host: `step = capture(model, optimizer, loss)`, then `step(batch)`.
 
-    A step is zero_grad, forward, backward, the average of gradients over the group, clipping, optimizer.step() and the
+    A step is zero_grad, forward, backward, averaging of gradients over the group, clipping, optimizer.step() and the
     scaler's update. The first `warmup` calls are eager steps; later ones replay a CUDA graph of the same work. On CPUs
-    every call is eager. Every call trains: weights are those of the same steps in an ordinary loop, to the bit where
-    ark carries the gradients and the ranks are a power of two (DistributedDataParallel divides before it adds).
+    every call is eager. Every call trains: weights are the same as in an ordinary loop, bit for bit if ark carries the
+    gradients and the number of ranks is a power of two (DistributedDataParallel divides before it adds).
 
-    capture() is collective over the group, as DistributedDataParallel's constructor is: it compares what the ranks
+    capture() is collective over the group, like DistributedDataParallel's constructor: it compares what the ranks
     train, and gives a plain module the weights and buffers of the group's first rank.
 
     Args:
-        model: a module on one device. Plain, or in a DistributedDataParallel: gradients are averaged by buckets of this
-            package, and the wrapper stays usable. With fully_shard, or of DTensors: it communicates by itself (the
-            gradients of DTensors are averaged over a `group` that is passed, that of the data-parallel ranks). Or a
+        model: a module on one device. Plain, or in a DistributedDataParallel: gradients are averaged in buckets of this
+            package, and the wrapper stays usable. With fully_shard, or of DTensors: it communicates by itself
+            (gradients of DTensors are averaged over the `group` argument, which holds the data-parallel ranks). Or a
             schedule of torch.distributed.pipelining (GPipe, 1F1B, interleaved, zero-bubble) with a loss_fn: a batch is
-            then (inputs, target) on every rank, the loss is NaN on ranks without the last stage, and max_norm is that
-            of all stages; optimizer has the parameters of this rank's stages. `ark_torch.nn.ShardedEmbeddingBags` in a
-            plain module average their own gradients; on CUDA devices they need max_values=.
-        optimizer: of torch.optim. On a CUDA device it is made capturable, fused where its class has that form, and its
-            learning rates become tensors there, which schedulers fill in place between calls.
-        loss: `loss(model, batch)` returns a tensor of one element. It calls the model that it is given, does not make
-            the host wait (`.item()`, `print(tensor)`, `if tensor:`), and runs the same operators at each call. None
-            for a schedule, which has its own.
-        max_norm: gradients are clipped to this norm, that of all parameters together; None: not clipped.
-        steps: with more than 1, a call takes a list of at most so many batches and runs as many steps from one launch.
-        accumulate: with more than 1, a batch is a list of so many micro-batches; the loss is their mean, and gradients
-            are averaged over ranks with the last.
-        scaler: a torch.amp.GradScaler; on a CUDA device for optimizers with a fused form (Adam, AdamW, SGD).
-        after: called as `after(model)` at each step's end, within the graph; or an AveragedModel to update.
-        group: over which gradients are averaged; None: the default group, if there is one. A group of this rank alone
-            averages nothing.
-        warmup: eager calls before the first capture, at least 2; a further shape of batch gets one.
-        max_shapes: how many shapes of batch get a graph; those beyond run eagerly, with a warning.
-        bucket_mb: MB of gradients that are averaged at once.
-        registered: buckets lie in memory that the group's ranks map, where ark carries CUDA tensors.
+            then (inputs, target) on every rank, the loss is NaN on ranks without the last stage, max_norm applies to
+            all stages together, and optimizer has the parameters of this rank's stages.
+            `ark_torch.nn.ShardedEmbeddingBags` in a plain module average their own gradients; on CUDA devices they need
+            max_values=.
+        optimizer: an optimizer of torch.optim. On a CUDA device it is made capturable, fused if its class supports
+            that, and its learning rates become device tensors, which schedulers fill in place between calls.
+        loss: `loss(model, batch)` returns a one-element tensor. It calls the model that it is given, does not make the
+            host wait (`.item()`, `print(tensor)`, `if tensor:`), and runs the same operators in each call. None for a
+            schedule, which has its own.
+        max_norm: maximum norm of all gradients together, to which they are clipped; None: no clipping.
+        steps: if more than 1, a call takes a list of up to this many batches and runs as many steps in one launch.
+        accumulate: if more than 1, a batch is a list of this many micro-batches; the loss is their mean, and gradients
+            are averaged over ranks with the last one.
+        scaler: a torch.amp.GradScaler; on a CUDA device only for optimizers with a fused form (Adam, AdamW, SGD).
+        after: called as `after(model)` at the end of each step, within the graph; or an AveragedModel to update.
+        group: the group over which gradients are averaged; None: the default group, if there is one. A group of this
+            rank alone averages nothing.
+        warmup: number of eager calls before the first capture, at least 2; each further batch shape gets one.
+        max_shapes: maximum number of batch shapes with a graph; others run eagerly, with a warning.
+        bucket_mb: bucket size in MB of gradients.
+        registered: whether buckets use memory that the group's ranks map, if ark carries CUDA tensors.
 
     Returns:
-        A CapturedStep. `step(batch)` returns the loss as a 0-d tensor of its own on the model's device (with steps > 1
-        one of shape (batches,)), which may be read at any later time; nothing waits for the device until then.
+        A CapturedStep. `step(batch)` returns the loss as a new 0-d tensor on the model's device (with steps > 1 of
+        shape (batches,)), which may be read at any later time; nothing waits for the device until then.
 
     Raises:
-        TypeError, ValueError: an argument that cannot be trained, or ranks that differ; each names what and where.
+        TypeError, ValueError: an argument that cannot be trained, or ranks that differ; the message names what and
+            where.
 
     Example:
         >>> step = ark_torch.train.capture(model, optimizer, lambda model, batch: model(**batch).loss, max_norm=1.0)
@@ -89,7 +91,7 @@ def capture(
     of_pipeline = _is_schedule(model)
     _check(loss, max_norm, steps, accumulate, scaler, after, warmup, max_shapes, bucket_mb, of_pipeline)
     inner = getattr(optimizer, "optimizer", None)
-    if isinstance(inner, Optimizer):  # Accelerate's wrapper, whose step() does more than one of a graph may
+    if isinstance(inner, Optimizer):  # Accelerate's wrapper, whose step() does things that a graph cannot
         optimizer = inner
     if of_pipeline:
         from ark_torch.train import pipeline
@@ -105,7 +107,7 @@ def capture(
 
 
 def _is_schedule(model: Any) -> bool:
-    """Without importing what takes half a second, and must be there if the model is one."""
+    """Avoids the half-second import: if the model is a schedule, its module is already loaded."""
     schedules = sys.modules.get("torch.distributed.pipelining.schedules")
     return schedules is not None and isinstance(model, schedules._PipelineSchedule)
 

@@ -1,8 +1,8 @@
-"""The step that `capture` returns: which calls run eagerly, which are recorded, which replayed.
+"""The step that `capture` returns. It decides which calls run eagerly, are captured, or are replayed.
 
-The first calls train eagerly, on the stream where the step will be recorded; then each shape of batch gets a CUDA graph
-of the step, which later calls replay. What cannot be recorded runs eagerly for good, and says why. All ranks of the
-group do the same in each call: all replay, or all run eagerly.
+The first calls train eagerly, on the stream of later captures. Then each batch shape gets a CUDA graph of the step,
+which later calls replay. A step that cannot be captured always runs eagerly, and reports why. All ranks of the group do
+the same in each call: all replay, or all run eagerly.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MB = 1 << 20
 
 @dataclass
 class _Graph:
-    """A recorded call: so many steps on batches of certain shapes."""
+    """A captured call: a number of steps on batches of certain shapes."""
 
     recording: graphs.Recording
     static: inputs.Static
@@ -35,18 +35,18 @@ class _Graph:
 
 @dataclass
 class _Shape:
-    """What is known about a kind of call."""
+    """The state of one kind of call."""
 
     seen: bool = False  # has run eagerly
     graph: _Graph | None = None
 
 
 class CapturedStep:
-    """What `capture` returns: `step(batch)`.
+    """The callable that `capture` returns: `step(batch)`.
 
     Attributes:
         captured: whether the last call replayed a graph.
-        reason: why it did not; empty where it did.
+        reason: why it did not; "" if it did.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class CapturedStep:
         self._mover = inputs.Mover(self._device)
         self._recorder = graphs.recorder_for(self._device)
         self._agreement = Agreement(subject.group) if subject.group is not None else None
-        self._never = self._why_never()  # why no call will be captured
+        self._never = self._why_never()  # why no call can be captured
         self._rates: optimizers.Rates | None = None
         self._shapes: dict[Any, _Shape] = {}
         self._told: set[str] = set()
-        self._host_state = ""  # why a graph would repeat what the host does otherwise
+        self._host_state = ""  # why a graph would repeat stale host state
         self._loss_dtype = torch.float32
         self._eager_calls = 0
         self._closed = False
@@ -81,10 +81,10 @@ class CapturedStep:
         self._trained = [p for _, p in subject.parameters()]
         self._layout = self._layout_now()
 
-    # --- a call ---
+    # ---- A call
 
     def __call__(self, batch: Any) -> Tensor:
-        """Runs one step, or several; returns their losses. TypeError and ValueError name what is wrong with a batch."""
+        """Runs one step, or several; returns their losses. Raises TypeError or ValueError for an invalid batch."""
         self._check_call()
         batches = self._split(batch)
         read = inputs.read(batches, (self._steps > 1, self._accumulate > 1))
@@ -93,7 +93,7 @@ class CapturedStep:
         if self._never:
             return self._for_good(read)
         if self._rates is not None and self._rates.settle():
-            self._forget_graphs()  # a state that was loaded lies elsewhere than what graphs know
+            self._forget_graphs()  # a loaded state has other addresses than those in the graphs
         shape = self._shape_of(read)
         plan = self._plan(shape, len(batches))
         if plan == EAGER and not self._never:
@@ -104,7 +104,7 @@ class CapturedStep:
         return self._replay(shape.graph, read, len(batches))
 
     def close(self) -> None:
-        """Gives graphs and buckets back; a DistributedDataParallel is as it was. Collective where a group is ark's."""
+        """Frees graphs and buckets, and restores a DistributedDataParallel. Collective if a group is ark's."""
         self._forget_graphs()
         self._closed = True
         if self._step.buckets is not None:
@@ -133,15 +133,15 @@ class CapturedStep:
             )
 
     def _layout_now(self) -> tuple[Any, ...]:
-        """What a graph holds of parameters: where they lie, and that they are trained."""
+        """What graphs assume of parameters: their addresses, and that they are trained."""
         groups = tuple(len(group["params"]) for group in self._step.optimizer.param_groups)
         if self._step.subject.sharded:
-            return (groups, len(self._trained))  # FSDP2 exchanges parameters within a step
+            return (groups, len(self._trained))  # FSDP2 replaces parameters within a step
         places = tuple((getattr(p, "_local_tensor", p).data_ptr(), p.requires_grad) for p in self._trained)
         return (groups, places)
 
     def _split(self, batch: Any) -> list[Sequence[Any]]:
-        """The steps' micro-batches."""
+        """The micro-batches of each step."""
         batches = [batch]
         if self._steps > 1:
             if not isinstance(batch, (list, tuple)) or not 1 <= len(batch) <= self._steps:
@@ -156,7 +156,7 @@ class CapturedStep:
                 )
         return [list(one) for one in batches]
 
-    # --- eagerly ---
+    # ---- Eager steps
 
     def _eagerly(self, read: inputs.Batch, reason: str) -> Tensor:
         self.captured, self.reason = False, reason
@@ -181,7 +181,7 @@ class CapturedStep:
         return self._eagerly(read, self._never)
 
     def _warm(self, shape: _Shape, read: inputs.Batch) -> Tensor:
-        """An eager step that may be followed by a capture: those from the last of the warm-up on are watched."""
+        """An eager step that a capture may follow; from the last warm-up call on, host state is compared around it."""
         watched = self._eager_calls + 1 >= self._warmup
         before = reasons.HostState(self._step.subject.module, self._device) if watched else None
         losses = self._eagerly(read, self._why_eager(shape))
@@ -193,10 +193,10 @@ class CapturedStep:
         return losses
 
     def _break_off(self) -> None:
-        """After an error in the midst of a step: the next one can begin."""
+        """After an error within a step: makes the next one possible."""
         fsdp.reset(self._step.subject.sharded)
 
-    # --- which of it ---
+    # ---- The choice
 
     def _why_never(self) -> str:
         subject, step = self._step.subject, self._step
@@ -239,7 +239,7 @@ class CapturedStep:
         return f"more than max_shapes={self._max_shapes} shapes of batch: this one runs eagerly"
 
     def _plan(self, shape: _Shape, count: int) -> int:
-        """What all ranks do in this call: EAGER, or a replay, where need be after a capture."""
+        """What all ranks do in this call: EAGER, or a replay, after a capture if needed."""
         full = self._full()
         ready = shape.seen and self._eager_calls >= self._warmup
         if ready and not shape.graph and full:
@@ -267,10 +267,10 @@ class CapturedStep:
             self._settle_captures("")
         return mine
 
-    # --- graphs ---
+    # ---- Graphs
 
     def _record(self, shape: _Shape, read: inputs.Batch, count: int) -> bool:
-        """Captures this call; False: it cannot be captured on some rank, and everything is as before."""
+        """Captures this call. Returns False, with all state restored, if some rank cannot capture it."""
         assert self._recorder is not None
         before, why = Before(self._step), ""
         try:
@@ -299,7 +299,7 @@ class CapturedStep:
         return _Graph(recorder.record(body), static, losses)
 
     def _settle_captures(self, why: str) -> bool:
-        """Whether all ranks that captured have succeeded."""
+        """Whether the capture succeeded on all ranks that tried."""
         if self._agreement is None:
             if why:
                 self._give_up(why)
@@ -310,7 +310,7 @@ class CapturedStep:
         return True
 
     def _give_up(self, why: str) -> None:
-        """No call is captured any more, on any rank: `why` is this rank's own reason, if it has one."""
+        """Stops capturing on all ranks; `why` is this rank's own reason, or ""."""
         if self._agreement is not None:
             why = self._agreement.whose(self._agreement.share(why))
         self._forget_graphs()
@@ -335,7 +335,7 @@ class CapturedStep:
                 shape.graph.recording.reset()
                 shape.graph = None
 
-    # --- words ---
+    # ---- Messages
 
     def _say(self, reason: str) -> None:
         if reason and reason not in self._told:
@@ -346,7 +346,7 @@ class CapturedStep:
         assert self._agreement is not None
         subject, step = self._step.subject, self._step
         facts = {"the device type": self._device.type}
-        if subject.pipeline is not None:  # each rank has parameters of its own
+        if subject.pipeline is not None:  # each rank has different parameters
             facts |= subject.pipeline.facts()
         else:
             facts["the number of trained parameters"] = str(len(subject.averaged()))

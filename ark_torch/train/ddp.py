@@ -1,8 +1,8 @@
-"""A DistributedDataParallel whose work our buckets do, and which stays usable beside.
+"""Replaces the reducer of a DistributedDataParallel by our buckets, and keeps the wrapper usable.
 
-Its reducer goes: it holds flat buckets of its own, and nodes of the backward graph that belong to the stream on which
-the wrapper was made (the legacy default stream, which no capture may touch). Who calls the wrapper for training outside
-of the step gets a new reducer, on the stream of captures; calls without gradients need none.
+The reducer is dropped: it holds its own flat buckets, and nodes of the backward graph that belong to the stream on
+which the wrapper was made (the legacy default stream, which a capture must not touch). A training call of the wrapper
+outside the step creates a new reducer, on the capture stream; calls without gradients need none.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class Standby:
-    """Holds the wrapper's place until somebody calls it again."""
+    """Stands in for the reducer until the wrapper is called again."""
 
     def __init__(self, ddp: DistributedDataParallel, stream: Any) -> None:
         self._ddp, self._stream = ddp, stream
@@ -36,7 +36,7 @@ class Standby:
             self._build()
 
     def _build(self) -> None:
-        """As DDP does for a copy that was unpickled."""
+        """Same steps as in DDP for an unpickled copy."""
         ddp = self._ddp
         if self._stream is None:
             self._init()
@@ -57,7 +57,7 @@ class Standby:
             ddp.logger._set_static_graph()
 
     def close(self) -> None:
-        """The wrapper is the user's again."""
+        """Returns the wrapper to normal use."""
         self._hook.remove()
         if self._ddp.reducer is None:
             self._build()

@@ -1,8 +1,8 @@
-"""An averaged model within a captured step: torch.optim.swa_utils.AveragedModel keeps its counter on the host.
+"""Updates an averaged model within a captured step, although torch.optim.swa_utils.AveragedModel counts on the host.
 
-update_parameters() asks the counter whether this is the first time, and copies it to the device: neither can stand in a
-graph. In a capture the same functions get the counter as a tensor of the device, which the graph itself counts on; the
-host's counter follows with each replay, so that checkpoints hold what they would have held.
+update_parameters() checks the counter for the first update and copies it to the device; a graph can hold neither. A
+capture passes the same functions a device tensor as counter, which the graph increments. Each replay advances the
+host's counter too, so that checkpoints are the same.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.optim.swa_utils import AveragedModel
 
 
 class Averaging:
-    """What `after=` is, where it is an AveragedModel."""
+    """The `after=` argument, if it is an AveragedModel."""
 
     def __init__(self, averaged: AveragedModel) -> None:
         self._averaged = averaged
-        self._count: Tensor | None = None  # the graph's
-        self._expected = 0  # what it holds when all that was launched is done
+        self._count: Tensor | None = None  # the graph's counter
+        self._expected = 0  # its value after all launched work
 
     def eager(self, model: nn.Module) -> None:
         self._averaged.update_parameters(model)
@@ -38,7 +38,7 @@ class Averaging:
 
     @torch.no_grad()
     def captured(self, model: nn.Module) -> None:
-        """update_parameters() from the second time on."""
+        """update_parameters() from the second update on."""
         averaged: Any = self._averaged
         count = self._counter(next(model.parameters()).device)
         both = itertools.chain if averaged.use_buffers else (lambda parameters, buffers: parameters)
@@ -58,7 +58,7 @@ class Averaging:
         count += 1
 
     def before_replay(self, steps: int) -> None:
-        """The host's counter goes on; where somebody has set it since (a checkpoint), the graph's follows."""
+        """Advances the host's counter; if a checkpoint has set it since, updates the graph's."""
         now = self.times
         if now != self._expected and self._count is not None:
             self._count.fill_(now)
@@ -66,7 +66,7 @@ class Averaging:
         self._averaged.n_averaged.fill_(self._expected)
 
     def prepare(self, device: torch.device) -> None:
-        """Before a capture, which executes nothing: the counter must be there."""
+        """Creates the counter before a capture, which executes nothing."""
         self._counter(device)
 
     def _counter(self, device: torch.device) -> Tensor:

@@ -1,7 +1,7 @@
-"""FSDP2's state on the host after a step that broke off: as between two steps, so that the next one can begin.
+"""Resets FSDP2's host state after a failed step, so that the next one can begin.
 
-A capture that fails leaves parameters gathered, in memory that goes with the capture, and events that were recorded in
-it. What is reset here is what FSDP2's own end of a backward pass resets.
+A failed capture leaves gathered parameters in the capture's memory, and events recorded in it. The reset covers what
+FSDP2 itself resets at the end of a backward pass.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def reset(modules: list[Any]) -> None:
-    """Brings every module of fully_shard back to its idle state, with sharded parameters."""
+    """Resets every fully_shard module to its idle state, with sharded parameters."""
     for module in modules:
         state = module._get_fsdp_state()
         idle = type(state._training_state).IDLE

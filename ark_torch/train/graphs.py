@@ -1,7 +1,7 @@
-"""Recording a step in a CUDA graph, and getting back to where one was when that fails.
+"""Captures a step in a CUDA graph, and restores the device's state if that fails.
 
-A recorder is what a step is recorded by: tests put another in its place, so that all that is decided around graphs runs
-without a GPU. Capturing executes nothing on the device; whatever Python did meanwhile is undone by the caller.
+Steps are captured by a recorder; tests replace it, so that all decisions about graphs run without a GPU. A capture
+executes nothing on the device; the caller undoes changes of Python state.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ T = TypeVar("T")
 
 
 class Recording(Protocol):
-    """A recorded step."""
+    """A captured step."""
 
     def replay(self) -> None:
         """Enqueues it on the current stream."""
 
     def reset(self) -> None:
-        """Gives its memory back; it cannot be replayed any more."""
+        """Frees its memory; it cannot be replayed afterwards."""
 
 
 class Recorder(Protocol):
-    """What records steps on a device."""
+    """Captures steps on a device."""
 
-    stream: Any  # where steps run eagerly and are recorded; None: the current one
+    stream: Any  # stream for eager steps and captures; None: the current one
 
     def warm(self, body: Callable[[], T]) -> T:
-        """Runs a step eagerly, as it will be recorded."""
+        """Runs a step eagerly, under the same conditions as a capture."""
 
     def record(self, body: Callable[[], Any]) -> Recording:
-        """Records what the body enqueues. Where it raises, the device and its random numbers are as before."""
+        """Captures the work that `body` enqueues. If it raises, the device and its random state are restored."""
 
 
 def recorder_for(device: torch.device) -> Recorder | None:
-    """None where there are no graphs: on CPUs."""
+    """None for devices without graphs: CPUs."""
     return CudaRecorder(device) if device.type == "cuda" else None
 
 
 class CudaRecorder:
-    """CUDA graphs of one pool of memory: they are replayed one after the other, and share what lives within a step."""
+    """CUDA graphs that share one memory pool: they replay one at a time, so temporaries can share memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -66,29 +66,30 @@ class CudaRecorder:
         random = generator.get_state()
         mode = torch.cuda.get_sync_debug_mode()
         try:
-            # Threads of a process group may call CUDA meanwhile; those of autograd belong to the capture all the same.
+            # Process-group threads may call CUDA during the capture; autograd's threads are captured in any case.
             with torch.cuda.graph(graph, self._pool, self.stream, capture_error_mode="thread_local"):
                 try:
-                    torch.cuda.set_sync_debug_mode("error")  # operators that would break the capture raise before
+                    torch.cuda.set_sync_debug_mode("error")  # raises before an operator breaks the capture
                     body()
                 finally:
                     torch.cuda.set_sync_debug_mode(mode)
         except BaseException as error:
-            torch.cuda.set_stream(current)  # torch.cuda.graph leaves its own where the end of the capture raises
+            torch.cuda.set_stream(current)  # torch.cuda.graph leaves its own stream if ending the capture fails
             self._recover(graph, generator, random)
             raise _first(error) from None
         return graph
 
     def _recover(self, graph: torch.cuda.CUDAGraph, generator: torch.Generator, random: torch.Tensor) -> None:
-        """A capture that CUDA itself broke off leaves PyTorch in the midst of it.
+        """Cleans up after a capture that CUDA itself ended.
 
-        The generator would refuse every draw, and the allocator keep all memory that several streams used: the first
-        gets a state of its own that was never captured, the second is told that the capture is over.
+        PyTorch would still believe in the capture: the generator would refuse every draw, and the allocator would keep
+        all memory used on several streams. The generator gets a new, uncaptured state, and the allocator is told that
+        the capture is over.
         """
         ended = True
         try:
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
-            ended = False  # nobody had told it before
+            ended = False  # the allocator had not been told
         except RuntimeError:
             pass
         graph.reset()
@@ -102,7 +103,7 @@ class CudaRecorder:
 
 
 def _first(error: BaseException) -> BaseException:
-    """The error that broke the capture: the end of a broken capture raises another one on top of it."""
+    """The error that broke the capture; ending a broken capture raises another one on top of it."""
     while error.__context__ is not None and "captur" in str(error).lower():
         error = error.__context__
     return error

@@ -1,9 +1,9 @@
-"""Batches: what tells them apart, their copies on the device, and the fixed tensors that a graph reads.
+"""Batches: their identity, their copies on the device, and the static tensors that a graph reads.
 
-A tensor on the host travels on a stream of its own into one of two staging buffers, while the device still works on
-earlier steps; the step's stream then copies it where the graph reads it. Ordering: a staging buffer is written again
-only when the copy out of it is done (an event), and the fixed tensors are written by the stream that replays. A call
-returns when the host's tensors have been read, so that they may be filled again at once.
+A host tensor is copied on a separate stream into one of two staging buffers while the device still runs earlier steps;
+the step's stream then copies it to where the graph reads it. An event orders the reuse of a staging buffer after the
+copy out of it; the replaying stream writes the static tensors. A call returns when the host's tensors have been read,
+so the caller may refill them at once.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Key = tuple[Hashable, ...]
 
 @dataclass
 class Batch:
-    """A batch, or several, as leaves and their place."""
+    """One or several batches as flat leaves and their structure."""
 
     tensors: list[Tensor]
-    leaves: list[Any]  # with None where a tensor stands
+    leaves: list[Any]  # _TENSOR marks the tensors
     spec: Any
     key: Key
 
@@ -38,9 +38,9 @@ _TENSOR = object()
 
 
 def read(batch: Any, shown: tuple[bool, bool]) -> Batch:
-    """Of steps' lists of micro-batches; `shown`: whether the caller knows of these two lists.
+    """Flattens the steps' lists of micro-batches; `shown`: whether the caller's batch has each of the two list levels.
 
-    TypeError names a leaf that is neither a tensor nor a constant.
+    Raises TypeError naming a leaf that is neither a tensor nor a constant.
     """
     with_paths, spec = pytree.tree_flatten_with_path(batch)
     tensors: list[Tensor] = []
@@ -71,7 +71,7 @@ def _is_constant(leaf: Any) -> bool:
 
 
 class Mover:
-    """Brings tensors to a device, and waits until the host's have been read."""
+    """Copies tensors to a device, and waits until the host's have been read."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -79,7 +79,7 @@ class Mover:
         self._read: Any = None  # recorded when the host's tensors of this call have been read
 
     def moved(self, tensors: list[Tensor], user: Any = None) -> list[Tensor]:
-        """On the device, in memory that the stream `user` may keep using; device tensors as they are."""
+        """The tensors on the device, in memory that the stream `user` may keep using; device tensors as they are."""
         if self._stream is None or all(t.device == self._device for t in tensors):
             return [t.to(self._device) for t in tensors]
         current = torch.cuda.current_stream(self._device)
@@ -94,7 +94,7 @@ class Mover:
         return there
 
     def staged(self, tensors: list[Tensor], into: Static) -> None:
-        """Into a graph's fixed tensors."""
+        """Copies into a graph's static tensors."""
         if self._stream is None:
             for fixed, tensor in zip(into.tensors, tensors, strict=True):
                 fixed.copy_(tensor)
@@ -106,7 +106,7 @@ class Mover:
         if far:
             buffers = into.staging(slot, far)
             if slot not in into.consumed:
-                self._stream.wait_stream(current)  # who had that memory before may still use it
+                self._stream.wait_stream(current)  # earlier users of that memory may still run
             else:
                 self._stream.wait_event(into.consumed[slot])
             with torch.cuda.stream(self._stream):
@@ -123,14 +123,14 @@ class Mover:
             into.consumed[slot].record(current)
 
     def wait(self) -> None:
-        """Until the host's tensors of the last call have been read."""
+        """Waits until the host's tensors of the last call have been read."""
         if self._read is not None:
             self._read.synchronize()
             self._read = None
 
 
 class Static:
-    """The tensors that a graph reads its batch from, and the staging buffers in front of them."""
+    """The tensors from which a graph reads its batch, and their staging buffers."""
 
     def __init__(self, batch: Batch, device: torch.device) -> None:
         self.tensors = [torch.empty_like(t, device=device, requires_grad=False) for t in batch.tensors]

@@ -1,7 +1,7 @@
-"""What a model brings along: who averages its gradients, over which group, and whether that can stand in a graph.
+"""Analyzes a model: who averages its gradients, over which group, and whether a graph can capture it.
 
-A plain module and DistributedDataParallel leave averaging to buckets of our own (buckets.py); FSDP2 and tensor-parallel
-modules communicate by themselves. What keeps host state that a graph cannot repeat runs as it is, with the reason.
+A plain module and DistributedDataParallel use our own buckets (buckets.py); FSDP2 and tensor-parallel modules
+communicate by themselves. A model with host state that a graph cannot repeat runs eagerly, with the reason.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ if TYPE_CHECKING:
 
 @dataclass
 class Subject:
-    """A model, taken apart."""
+    """A model and its properties."""
 
-    module: nn.Module  # what loss() is given
+    module: nn.Module  # passed to loss()
     device: torch.device
-    group: Any = None  # whose ranks run the same steps; None: this process alone
-    averages: bool = False  # gradients are averaged over the group by our buckets
-    ddp: DistributedDataParallel | None = None  # whose work the buckets do
-    sharded: list[Any] = field(default_factory=list)  # modules of FSDP2
-    pipeline: Pipeline | None = None  # of which the module is this rank's stages
+    group: Any = None  # its ranks run the same steps; None: this process alone
+    averages: bool = False  # whether our buckets average the gradients
+    ddp: DistributedDataParallel | None = None  # the wrapper whose reducer the buckets replace
+    sharded: list[Any] = field(default_factory=list)  # FSDP2 modules
+    pipeline: Pipeline | None = None  # the module is then this rank's stages
     reason: str = ""  # why it cannot be captured
     ignored: frozenset[str] = frozenset()  # parameters that are not averaged
-    apart: tuple[str, ...] = ()  # modules, each with a dot behind it, of which every rank has something else
+    apart: tuple[str, ...] = ()  # prefixes ("name.") of modules that differ by rank
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Those that are trained, by name."""
+        """The trained parameters, by name."""
         return [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
 
     def averaged(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, p) for name, p in self.parameters() if name not in self.ignored]
 
     def communicates(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Around a micro-batch: models that communicate by themselves do so with the last one only."""
+        """Context of a micro-batch: models that communicate by themselves do so only in the last one."""
         for module in self.sharded:
             module.set_requires_gradient_sync(last, recurse=False)
         if not last and isinstance(self.module, DistributedDataParallel):
@@ -51,13 +51,13 @@ class Subject:
         return contextlib.nullcontext()
 
     def before_forward(self) -> None:
-        """What DDP does before a step: rank 0's buffers, such as running statistics, go to all ranks."""
+        """Like DDP before a step: broadcasts rank 0's buffers, such as running statistics."""
         if self.ddp is not None and self.group is not None and self.ddp.broadcast_buffers and self.ddp.modules_buffers:
             self.ddp._sync_buffers()  # type: ignore[no-untyped-call]
 
 
 def take_apart(model: Any, group: Any) -> Subject:
-    """Raises TypeError and ValueError where the model or the group is none that can be trained."""
+    """Raises TypeError or ValueError if the model or the group cannot be trained."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"ark: train.capture: model is a {type(model).__name__}: pass a torch.nn.Module.")
     if isinstance(model, DataParallel):
@@ -85,7 +85,7 @@ def take_apart(model: Any, group: Any) -> Subject:
 
 
 def _leave_apart(subject: Subject, ignored: frozenset[str]) -> None:
-    """Embedding tables that are split over ranks have averaged gradients already, and weights of their own."""
+    """Excludes sharded embedding tables: their gradients are already averaged, and their weights differ by rank."""
     from ark_torch.nn import ShardedEmbeddingBags
 
     modules = subject.module.named_modules()
@@ -95,7 +95,7 @@ def _leave_apart(subject: Subject, ignored: frozenset[str]) -> None:
 
 
 def check_apart(subject: Subject, clips: bool, scales: bool) -> None:
-    """ValueError where a step would treat such tables otherwise than their module does."""
+    """Raises ValueError if a step would treat such tables differently from their module."""
     trained = [name for name, _ in subject.parameters() if _is_apart(subject, name)]
     several = subject.group is not None
     if clips and trained and several:
@@ -174,7 +174,7 @@ def _sharded(model: nn.Module) -> list[Any]:
 
 
 def same_weights(subject: Subject) -> None:
-    """A plain module's parameters and buffers become those of the group's first rank, as DDP makes them."""
+    """Copies a plain module's parameters and buffers from the group's first rank, as DDP does."""
     if not subject.averages or subject.ddp is not None:
         return
     module = subject.module

@@ -1,7 +1,7 @@
-"""An optimizer in the form that a graph can repeat: capturable, fused where there is such a form, rates as tensors.
+"""Prepares an optimizer for graphs: capturable, fused if possible, with learning rates as tensors.
 
-A graph keeps every number that the host put into it. So learning rates become tensors of the device, which schedulers
-fill in place; the other numbers (momentum, weight decay) are part of what tells graphs apart.
+A graph keeps every number that the host put into it. So learning rates become device tensors, which schedulers fill in
+place; the other numbers (momentum, weight decay) are part of a graph's key.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 
 class Rates:
-    """The optimizer of a step on a CUDA device, and its learning rates there."""
+    """A step's optimizer on a CUDA device, and its learning rates there."""
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self.optimizer, self._device = optimizer, device
@@ -23,9 +23,9 @@ class Rates:
         self.settle()
 
     def settle(self) -> bool:
-        """Puts numbers that somebody wrote into the groups where graphs read them; whether the state was replaced.
+        """Copies numbers written into the groups to where graphs read them. Returns whether the state was replaced.
 
-        load_state_dict() replaces groups and state: tensors that graphs know are then no longer the optimizer's.
+        load_state_dict() replaces groups and state: the graphs' tensors are then no longer the optimizer's.
         """
         replaced = self._state is not self.optimizer.state
         if replaced:
@@ -52,7 +52,7 @@ class Rates:
             if fused:
                 group["fused"], group["foreach"] = True, False
         if fused:
-            optimizer._step_supports_amp_scaling = True  # as its constructor does
+            optimizer._step_supports_amp_scaling = True  # as in its constructor
         for parameter, state in optimizer.state.items():
             step = state.get("step") if isinstance(state, dict) else None
             if isinstance(step, Tensor) and step.device != parameter.device:
@@ -60,13 +60,13 @@ class Rates:
 
 
 def _can_fuse(optimizer: Optimizer) -> bool:
-    """SGD has no other form that takes a rate from the device; Adam has, for who asks for it."""
+    """SGD takes a rate from the device only in fused form; Adam is fused unless foreach was requested."""
     asked = any(group.get("foreach") for group in optimizer.param_groups)
     return isinstance(optimizer, SGD) or (isinstance(optimizer, Adam) and not asked)
 
 
 def why_not(optimizer: Optimizer, scaled: bool) -> str:
-    """Why steps of this optimizer cannot be captured, with a GradScaler or without; empty: they can."""
+    """Why steps of this optimizer cannot be captured, with or without a GradScaler; "" if they can."""
     name = type(optimizer).__name__
     if scaled and not _can_fuse(optimizer) and not getattr(optimizer, "_step_supports_amp_scaling", False):
         return f"a GradScaler asks the host whether {name} may step: use AdamW, Adam or SGD, without foreach=True"
@@ -79,7 +79,7 @@ def why_not(optimizer: Optimizer, scaled: bool) -> str:
 
 
 def check(optimizer: Any, trained: list[Tensor]) -> None:
-    """TypeError and ValueError where the optimizer is none for a step, or updates what the model does not have."""
+    """Raises TypeError or ValueError if it is not a usable optimizer, or updates parameters that the model lacks."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"ark: train.capture: optimizer is a {type(optimizer).__name__}: pass an optimizer of torch.optim."
@@ -99,7 +99,7 @@ def check(optimizer: Any, trained: list[Tensor]) -> None:
 
 
 def numbers(optimizer: Optimizer) -> tuple[Any, ...]:
-    """What a graph holds of the groups' options: all but parameters and rates that are tensors."""
+    """The options that a graph bakes in: all except parameters and rates that are tensors."""
     names = [name for name in optimizer.defaults if name != "params"]
     return tuple(tuple(group[name] for name in names if _plain(group.get(name))) for group in optimizer.param_groups)
 

@@ -1,8 +1,8 @@
-"""A schedule of torch.distributed.pipelining as what train.capture trains: forward and backward passes of all
-micro-batches of this rank's stages, sends and receives between them included.
+"""Runs a schedule of torch.distributed.pipelining in train.capture: forward and backward passes of all micro-batches of
+this rank's stages, with the sends and receives between stages.
 
-The schedule computes the loss and divides gradients by the number of micro-batches. A batch is (inputs, target), on
-every rank; what a rank's stages do not read is ignored.
+The schedule computes the loss and divides gradients by the number of micro-batches. A batch is (inputs, target) on
+every rank; parts that a rank's stages do not read are ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ark_torch.train.models import Subject, device_of, of_several
 
 
 class Pipeline:
-    """A schedule, and the stages that this rank has of it."""
+    """A schedule and this rank's stages."""
 
     def __init__(self, schedule: Any) -> None:
         self._schedule = schedule
@@ -32,7 +32,7 @@ class Pipeline:
         self._options: dict[str, Any] = {"return_outputs": False} if can_drop else {}
 
     def facts(self) -> dict[str, str]:
-        """What all ranks must have alike."""
+        """Facts that must be equal on all ranks."""
         return {
             "the schedule": type(self._schedule).__name__,
             "n_microbatches": str(self._schedule._n_microbatches),
@@ -40,7 +40,7 @@ class Pipeline:
         }
 
     def run(self, batch: Any, device: torch.device) -> Tensor:
-        """One step of the schedule; the mean of the micro-batches' losses, NaN on ranks without the last stage."""
+        """Runs one step. Returns the mean of the micro-batches' losses; NaN on ranks without the last stage."""
         inputs, target = self._split(batch)
         positional: tuple[Any, ...] = ()
         keywords: dict[str, Any] = {}
@@ -56,11 +56,11 @@ class Pipeline:
         return torch.stack([loss.detach().reshape(()) for loss in losses]).mean()
 
     def clip(self, gradients: list[Tensor], max_norm: float, device: torch.device) -> None:
-        """To the norm of the gradients of all stages together."""
+        """Clips by the norm of all stages' gradients together."""
         own = torch.nn.utils.get_total_norm(gradients).to(device, torch.float32)
         total = own.square()
         dist.all_reduce(total, group=self.group)
-        factor = (max_norm / (total.sqrt() + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_ has it
+        factor = (max_norm / (total.sqrt() + 1e-6)).clamp(max=1.0)  # as in clip_grad_norm_
         torch._foreach_mul_(gradients, factor)
 
     def _split(self, batch: Any) -> tuple[Any, Any]:

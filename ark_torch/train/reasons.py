@@ -1,8 +1,8 @@
 """Why a step cannot be captured, in one sentence: the operator and the line of the user's code.
 
-A capture runs with PyTorch's check for operators that make the host wait: they raise before they break the capture, and
-the traceback leads to the line. What repeats itself wrongly without an error (random numbers of the host, attributes
-that count steps) is found by comparing the host's state before and after an eager step.
+A capture enables PyTorch's check for operators that make the host wait: they raise before they break the capture, and
+the traceback leads to the line. State that a graph would silently repeat (host random numbers, attributes that count
+steps) is found by comparing host state before and after an eager step.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
-# Where code is not the user's: the innermost frame outside of these is named.
+# Folders of code that is not the user's: the innermost frame outside of them is reported.
 NOT_THE_USERS = (str(Path(__file__).parent) + os.sep, str(Path(torch.__file__).parent) + os.sep)
 
 
 def of(error: BaseException) -> str:
-    """What a failed capture tells the user."""
+    """The reason for a failed capture."""
     where = place(error)
     text = str(error).strip().partition("\n")[0]
     at = f"{where} " if where else "the backward pass "
@@ -41,7 +41,7 @@ def of(error: BaseException) -> str:
 
 
 def place(error: BaseException) -> str:
-    """The innermost expression of the user's code, with its file and line; empty where the trace shows none."""
+    """The innermost expression of the user's code, with file and line; "" if the trace shows none."""
     frames = traceback.extract_tb(error.__traceback__)
     for frame in reversed(frames):
         if _of_the_user(frame.filename):
@@ -50,7 +50,7 @@ def place(error: BaseException) -> str:
 
 
 def _raised_by_the_user(error: BaseException) -> bool:
-    """By a raise or an assert of the user's code, not by an operator that it called."""
+    """Whether a raise or an assert of the user's code raised the error, not an operator that it called."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -64,18 +64,18 @@ def _of_the_user(filename: str) -> bool:
 
 
 def _expression(frame: traceback.FrameSummary) -> str:
-    """What was being evaluated, from Python 3.11 on; otherwise the whole line."""
+    """The evaluated expression (Python 3.11 and later), else the whole line."""
     line = (frame.line or "?").strip()
     begin, end = getattr(frame, "colno", None), getattr(frame, "end_colno", None)
     if begin is None or end is None or getattr(frame, "end_lineno", frame.lineno) != frame.lineno:
         return line
-    whole = linecache.getline(frame.filename, frame.lineno or 0)  # columns count from its begin, in bytes
+    whole = linecache.getline(frame.filename, frame.lineno or 0)  # columns are byte offsets in the whole line
     part = whole.encode()[begin:end].decode(errors="replace").strip()
     return part or line
 
 
 class HostState:
-    """What a step may have changed on the host: a graph would repeat the step as it was then."""
+    """Host state that a step may have changed; a graph would repeat the old state."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._module = module
@@ -83,7 +83,7 @@ class HostState:
         self._attributes = _attributes(module)
 
     def changed(self, device: torch.device) -> str:
-        """A sentence about what is different now; empty: nothing is."""
+        """A sentence about a difference from now; "" if there is none."""
         for name, (before, after) in _pairs(self._random, _random_states(device)):
             if before != after:
                 return f"the step draws random numbers on the host ({name}), which a graph would repeat"
@@ -108,7 +108,7 @@ def _random_states(device: torch.device) -> dict[str, Any]:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Numbers and names that modules keep, whether they train aside."""
+    """Numbers and strings stored in modules, except their training mode."""
     return {
         f"{path}.{name}" if path else name: value
         for path, one in module.named_modules()

@@ -1,11 +1,11 @@
-"""A training step, eagerly: what runs as it is, and what a graph records.
+"""A training step: what runs eagerly and what a graph captures.
 
-zero_grad, then for each micro-batch forward and backward, gradients averaged with the last one, then clipping, the
-optimizer's step, the scaler's update and what the user runs after it. Nothing here waits for the device.
+zero_grad, then forward and backward for each micro-batch with gradients averaged in the last one, then clipping, the
+optimizer's step, the scaler's update and the user's `after`. Nothing here waits for the device.
 
-A region of autocast around the call covers loss() alone, as PyTorch advises: a backward pass within it would cast its
-own operators once more (sums of biases' gradients to float32, for one). Casts of weights are dropped with each forward
-pass: a region that goes on over several steps would keep those of weights as they were.
+An autocast region around the call covers only loss(), as PyTorch advises: it would otherwise cast operators of the
+backward pass too (sums of bias gradients to float32, for example). Weight casts are dropped with each forward pass: a
+region spanning several steps would otherwise keep those of old weights.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Step:
     standby: Standby | None = None
 
     def run(self, micro_batches: Sequence[Any], captured: bool = False) -> Tensor:
-        """The step; its loss, the mean over micro-batches: a 0-d tensor of its own, without a graph behind it."""
+        """Runs the step. Returns the mean loss of the micro-batches, a new detached 0-d tensor."""
         self._in_step(True)
         try:
             return self._run(micro_batches, captured)
         except BaseException:
             if self.buckets is not None:
-                self.buckets.abandon()  # within the capture, too: streams that went apart in it meet in it
+                self.buckets.abandon()  # also within a capture: its side streams must rejoin
             raise
         finally:
             self._in_step(False)
@@ -67,7 +67,7 @@ class Step:
         return total
 
     def _gradients(self, micro_batches: Sequence[Any]) -> Tensor:
-        """Forward and backward passes; the loss."""
+        """Runs the forward and backward passes; returns the loss."""
         if self.subject.pipeline is not None:
             torch.clear_autocast_cache()
             try:
@@ -96,7 +96,7 @@ class Step:
 
     def _forward(self, batch: Any) -> Tensor:
         assert self.loss is not None
-        torch.clear_autocast_cache()  # what was cast before the call
+        torch.clear_autocast_cache()  # drops casts made before the call
         try:
             return self._checked(self.loss(self.subject.module, batch))
         finally:

@@ -1,4 +1,4 @@
-// Wording of mismatches between ranks.
+// Compares operations of two ranks and words the error if they differ.
 #include "collectives/agreement.hpp"
 
 #include <cstring>

@@ -1,4 +1,4 @@
-// Do two ranks mean the same operation? The one place that compares and words the complaint.
+// Checks whether two ranks run the same operation. Every such comparison and its error text is here.
 #pragma once
 
 #include <optional>
@@ -8,13 +8,13 @@
 
 namespace ark {
 
-// Descriptor::algorithm of sums over several nodes in the order of all ranks (Options::flat_order).
+// The Descriptor::algorithm of sums over several nodes in the order of all ranks (Options::flat_order).
 inline constexpr uint8_t kFlatOrder = 255;
 
-// `theirs` came from another process: compared as bytes, described only after its numbers were checked.
+// `theirs` comes from another process: it is compared as bytes, and described only after its numbers were checked.
 std::optional<Error> disagreement(const Operation& operation, const Descriptor& theirs, int rank, int peer);
 
-// all_to_all: what `from` sends to `to` against what `to` has room for, in bytes; told by `rank`.
+// all_to_all: compares the bytes that `from` sends with the bytes that `to` expects; `rank` reports the error.
 std::optional<Error> broken_promise(const Operation& operation, int rank, int from, int to, uint64_t sent,
                                     uint64_t expected);
 

@@ -1,5 +1,5 @@
-// The default table and the look-up. Sizes and chunks come from sweeps on a two-core machine that did nothing else, the
-// candidates taking turns in one pair of processes; `ark tune` measures them for another machine.
+// The default table and the lookup. Sizes and chunks were measured on an idle two-core machine; `ark tune` measures
+// them for another machine.
 #include "collectives/dispatch.hpp"
 
 #include <limits>
@@ -26,9 +26,9 @@ std::vector<Rule> DispatchTable::defaults() {
   auto add = [&](Kind kind, Algorithm algorithm, uint8_t when, uint32_t ranks, uint64_t bytes, uint32_t chunk) {
     rules.push_back(Rule{kind, algorithm, when, 0, ranks, bytes, chunk, 0});
   };
-  // Two ranks with a core each read one another's whole chunk: as many bytes through shared memory as two shots need,
-  // half the hand-overs, and the own chunk is still in the core's cache when it is added. Chunks of a quarter of that
-  // cache (1 MiB) were best: 64 KiB took twice as long at 4 MiB.
+  // Two ranks with a core each read each other's whole chunk. That moves as many bytes through shared memory as two
+  // shots with half the hand-overs, and the own chunk is still in the core's cache. A quarter of that cache (1 MiB) was
+  // the best chunk size.
   for (Kind kind : {Kind::all_reduce, Kind::reduce}) {
     add(kind, Algorithm::one_shot, kCorePerRank, 2, kAny, 256 * kKiB);
     add(kind, Algorithm::one_shot, kCorePerRank, kAnyRanks, 4 * kKiB, 4 * kKiB);

@@ -1,8 +1,8 @@
-// Which algorithm carries a collective, by measurement: (kind, bytes, ranks, cores) -> algorithm and chunk.
+// Chooses the algorithm of a collective by measurement: (kind, bytes, ranks, cores) -> algorithm and chunk.
 //
-// A table is a list of rules; the first that matches decides. The defaults were measured (dispatch.cpp); a tuned
-// table replaces them (environment variable ARK_DISPATCH, tools.tune writes one). All ranks of a group use rank 0's
-// table and the number of cores that the ranks of the group may use together, so they decide alike.
+// A table is a list of rules; the first match decides. The defaults were measured (dispatch.cpp); a tuned table
+// replaces them (ARK_DISPATCH, written by tools.tune). All ranks use rank 0's table and the number of cores that the
+// group's ranks share, so they decide the same way.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@
 namespace ark {
 
 enum class Algorithm : uint8_t {
-  one_shot = 0,  // every rank reads everything it needs from its peers, a round a chunk
+  one_shot = 0,  // every rank reads all it needs from its peers, one round per chunk
   two_shot = 1,  // reduce-scatter, then all-gather, in pipelined chunks
 };
 inline constexpr int kAlgorithms = 2;
@@ -25,14 +25,14 @@ struct Choice {
   uint32_t chunk_bytes;  // payload of a round
 };
 
-// A fixed-size record: the table travels in rank 0's segment.
+// A fixed-size record, because the table is stored in rank 0's segment.
 struct Rule {
   Kind kind;
   Algorithm algorithm;
   uint8_t oversubscribed;  // 0: applies with a core for every rank, 1: with fewer cores than ranks, 2: both
   uint8_t reserved = 0;
   uint32_t max_ranks;    // applies up to this many ranks
-  uint64_t max_bytes;    // ... and to this many bytes a rank
+  uint64_t max_bytes;    // ... and this many bytes per rank
   uint32_t chunk_bytes;  // multiple of 64
   uint32_t reserved2 = 0;
 };
@@ -47,7 +47,7 @@ class DispatchTable {
   explicit DispatchTable(std::vector<Rule> rules);  // validates; throws Error(invalid_argument) naming the rule
   static std::vector<Rule> defaults();
 
-  // `bytes`: what one rank contributes (all_gather, broadcast: the same; reduce_scatter: what one rank receives).
+  // `bytes`: one rank's contribution (all_gather, broadcast: the same; reduce_scatter: what one rank receives).
   Choice choose(Kind kind, size_t bytes, int ranks, int cores) const;
   const std::vector<Rule>& rules() const { return rules_; }
 

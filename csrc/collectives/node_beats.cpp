@@ -41,7 +41,7 @@ std::string in_seconds(uint64_t milliseconds) {
 
 }  // namespace
 
-// What the writing thread shares with this object, which may go first.
+// State that the writing thread shares with this object, which may be destroyed first.
 struct NodeBeats::Beating {
   std::mutex mutex;
   std::condition_variable changed;
@@ -63,7 +63,7 @@ NodeBeats::NodeBeats(std::shared_ptr<KeyValueStore> store, std::string prefix, N
       bool written = true;
       try {
         store->set(own, beat_bytes(age_of(born)));
-      } catch (const std::exception&) {  // the store has gone, which fails no group: who misses a node reads so
+      } catch (const std::exception&) {  // a lost store fails no group; a rank that misses a node sees it when it reads
         written = false;
       }
       lock.lock();
@@ -90,7 +90,7 @@ void NodeBeats::close() {
   if (ended) {
     thread_.join();
   } else {
-    thread_.detach();  // in a store that takes nothing
+    thread_.detach();  // it is stuck in a store that does not answer
   }
 }
 
@@ -155,7 +155,7 @@ std::string NodeBeats::silence(int rank, const Reading& before, const Reading& a
 
 std::string NodeBeats::silence_of_node(int node, const Reading& before, const Reading& after) const {
   if (before.lived[node] != after.lived[node]) return "";
-  // Both began when the group did.
+  // Both began with the group.
   const auto watched = static_cast<uint64_t>(watch().count());
   const uint64_t age = age_of(born_), lived = after.lived[node].value_or(0);
   const uint64_t silent = age > lived ? std::max(watched, age - lived) : watched;

@@ -1,14 +1,10 @@
-// Whether another node is still there, told by the rendezvous store: for when all of a node's ranks are gone at once,
-// or cut off, so that none of them can tell.
+// Detects through the rendezvous store that another node is gone: for when all its ranks die or are cut off at once, so
+// that none can report it.
 //
-// One rank a node, its first, writes every period how long it has lived. Nobody reads that until a wait for another
-// node's rank is over its time: then who waited reads every node's, watches for some periods, and reads again. A value
-// that has not changed is silence. All nodes are looked at, since the rank waited for may itself wait for one that is
-// gone. So a healthy group costs the store one write a node in a period, and no reads.
-//
-// Clocks of machines are never compared: only equality counts, and the difference of ages is for people. A store whose
-// host is stopped answers never, so each reading is on a thread of its own, and neither it nor the writing thread is
-// waited for longer than the store's bound; both hold what they use.
+// The first rank of each node periodically writes the age of the node. Ranks read these beats only when a wait for
+// another node times out: they read all nodes, wait some periods and read again. An unchanged value means silence. All
+// nodes are checked, because the awaited rank may itself wait for one that is gone. So a healthy group costs the store
+// one write per node and period, and no reads.
 #pragma once
 
 #include <atomic>
@@ -23,33 +19,36 @@
 
 namespace ark {
 
+// Clocks of machines are never compared: only equality counts, and age differences are for people. A store on a stopped
+// host never answers. So each reading runs on its own thread, and waits for it and for the writing thread are bounded
+// by kForTheStore. Both threads own what they use.
 class NodeBeats {
  public:
   using Milliseconds = std::chrono::milliseconds;
-  static constexpr Milliseconds kForTheStore{2000};  // to answer, or to take a beat before this object goes
+  static constexpr Milliseconds kForTheStore{2000};  // for an answer, or for a last beat at destruction
   static constexpr int kWatched = 4;                 // periods without a beat
 
-  // Of a group's timeout: short for short ones, so that watching adds little to them.
+  // Derived from the group's timeout: short timeouts get short periods, so that watching adds little.
   static Milliseconds period_of(Milliseconds timeout);
 
-  // store: it may be used, by threads, after this object has gone. prefix: keys of this start of the group alone.
+  // store: threads may use it after this object is destroyed. prefix: of keys for this start of the group only.
   NodeBeats(std::shared_ptr<KeyValueStore> store, std::string prefix, NodePlan plan, Milliseconds period);
   ~NodeBeats();
-  void close();  // no more beats; idempotent
+  void close();  // stops the beats; idempotent
 
   Milliseconds watch() const { return period_ * kWatched; }
-  // The longest that two readings take, with the time between.
+  // The longest that two readings and the time between them take.
   Milliseconds patience() const { return watch() + 2 * kForTheStore; }
 
   struct Reading {
-    // By node: milliseconds, by its own clock; empty: it never wrote.
+    // By node: age in milliseconds by its own clock; empty: it never wrote.
     std::vector<std::optional<uint64_t>> lived;
-    std::string trouble;  // why the store told nothing; empty: it answered
+    std::string trouble;  // why the store did not answer; empty if it did
   };
   Reading read() const;
 
-  // For people, from what was read before and after watch(), where this rank waits for `rank`: of that one's node, or
-  // else of any other that is silent; empty: they live.
+  // For people: compares readings before and after watch() while this rank waits for `rank`. Describes that rank's node
+  // if it is silent, else any other silent node. Empty if all live.
   std::string silence(int rank, const Reading& before, const Reading& after) const;
   std::string node_text(int rank) const;  // "node 1 (ranks 2 and 3)"
 
@@ -63,7 +62,7 @@ class NodeBeats {
   const NodePlan plan_;
   const Milliseconds period_;
   const std::chrono::steady_clock::time_point born_ = std::chrono::steady_clock::now();
-  std::shared_ptr<Beating> beating_;  // where this rank writes
+  std::shared_ptr<Beating> beating_;  // null if this rank does not write
   std::thread thread_;
 };
 

@@ -1,4 +1,4 @@
-// Numbering of nodes, and who exchanges with whom.
+// Numbers the nodes and decides which ranks exchange data.
 #include "collectives/node_plan.hpp"
 
 #include <algorithm>
@@ -8,11 +8,10 @@ namespace ark {
 
 namespace {
 
-// A block that goes with others is copied three times more on its way, which costs as much as a message of its own at
-// some tens of KB.
+// A block in a parcel is copied three more times, which at some tens of KB costs as much as a separate message.
 constexpr size_t kMostParcelBlock = 16 << 10;
-constexpr size_t kParcelRound = 1 << 20;  // bytes of all parcels in a round
-// First messages name the sizes for all ranks of a node, and come to a rank in one round, 1 KB each.
+constexpr size_t kParcelRound = 1 << 20;  // of all parcels in a round
+// First messages hold the sizes for all ranks of a node and reach a rank in one round, 1 KB each.
 constexpr int kMostInParcelNode = 32, kMostParcels = 1000;
 constexpr int kLeastInParcelNode = 3;
 
@@ -32,7 +31,7 @@ NodePlan::NodePlan(const std::vector<int>& node_of, int rank) : rank_(rank) {
     const int ranks = static_cast<int>(node.size());
     rails_ = std::min(rails_, ranks);
     most_in_node_ = std::max(most_in_node_, ranks);
-    int stood_for = 1;  // by its first rank
+    int stood_for = 1;  // ranks that its first rank represents
     for (const auto& other : members_)
       if (&other != &node) stood_for += (static_cast<int>(other.size()) + ranks - 1) / ranks;
     most_stood_for_ = std::max(most_stood_for_, stood_for);

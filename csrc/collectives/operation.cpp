@@ -1,4 +1,4 @@
-// Names of the collectives as PyTorch's Python API spells them.
+// The collectives' names in PyTorch's Python API.
 #include "collectives/operation.hpp"
 
 namespace ark {

@@ -1,8 +1,8 @@
-// One collective as the layers below the process group see it: blocking, typed, torch-free.
+// One collective as seen below the process group: blocking, typed, without torch.
 //
-// A Communicator carries out collectives for one group, one at a time, on the calling thread. Two exist: over
-// shared memory (shm_communicator.hpp), and over several nodes: shared memory in each, messages of another PyTorch
-// backend between them (process_group/carriers/carried_communicator.hpp).
+// A Communicator runs the collectives of one group, one at a time, on the calling thread. On the CPU there are two:
+// over shared memory (shm_communicator.hpp), and over several nodes, with shared memory in each and messages of a
+// carrier between them (process_group/carriers/carried_communicator.hpp).
 #pragma once
 
 #include <cstddef>
@@ -28,10 +28,10 @@ enum class Kind : uint8_t {
 inline constexpr int kKinds = 9;
 const char* name_of(Kind kind);
 
-// What all ranks must agree on. It travels in the first slot of every operation and is compared word by word.
+// What all ranks must agree on. The first slot of every operation carries it, and ranks compare it word by word.
 struct Descriptor {
   uint64_t sequence = 0;
-  uint64_t count = 0;  // elements a rank (all_to_all: 0, the sizes travel apart)
+  uint64_t count = 0;  // elements per rank (all_to_all: 0, because sizes travel separately)
   Kind kind = Kind::barrier;
   DType dtype = DType::raw8;
   ReduceOp op = ReduceOp::sum;
@@ -45,7 +45,7 @@ struct Operation {
   OperationContext context;
   Descriptor descriptor;
   double factor = 1.0;     // premul_sum: this rank's multiplier
-  void* stream = nullptr;  // CUDA tensors: the CUstream that the operation is enqueued on
+  void* stream = nullptr;  // CUDA tensors: the CUstream to enqueue on
 };
 
 struct Bytes {
@@ -64,22 +64,22 @@ class Communicator {
   int rank() const { return rank_; }
   int size() const { return size_; }
 
-  // `count` elements of descriptor.dtype; in == out allowed.
+  // `count` elements of descriptor.dtype. in == out is allowed.
   virtual void all_reduce(const Operation&, const void* in, void* out, size_t count) = 0;
   virtual void reduce(const Operation&, const void* in, void* out, size_t count) = 0;  // out: root only
-  // ins[r]: what rank r is to receive the reduction of, `count` elements each.
+  // ins[r]: this rank's contribution to rank r's result, `count` elements each.
   virtual void reduce_scatter(const Operation&, const void* const* ins, void* out, size_t count) = 0;
-  // outs[r] receives rank r's `bytes`; outs[own] == in allowed.
+  // outs[r] receives rank r's `bytes`. outs[own] == in is allowed.
   virtual void all_gather(const Operation&, const void* in, void* const* outs, size_t bytes) = 0;
   virtual void broadcast(const Operation&, void* data, size_t bytes) = 0;
   virtual void gather(const Operation&, const void* in, void* const* outs, size_t bytes) = 0;
   virtual void scatter(const Operation&, const void* const* ins, void* out, size_t bytes) = 0;
   virtual void all_to_all(const Operation&, const Bytes* ins, const MutableBytes* outs) = 0;
   virtual void barrier(const Operation&) = 0;
-  // From any thread: what waits, and what begins later, ends with this error. Over shared memory GroupHealth sees to
-  // it.
+  // From any thread. Waiting and later operations end with this error. Over shared memory GroupHealth does this
+  // instead.
   virtual void abort(const Error&) {}
-  // Nothing will begin any more: peers are told, threads end.
+  // No operation may begin after this: tells the peers and ends threads.
   virtual void close() {}
 
  protected:

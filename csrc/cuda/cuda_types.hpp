@@ -1,9 +1,9 @@
-// The part of the CUDA driver API's ABI that ark uses, declared by us.
+// Our own declarations of the part of the CUDA driver API's ABI that ark uses, so the build needs no CUDA headers.
 //
-// No CUDA header is needed to build: names, values and layouts are those of the documented API (CUDA 12.4 to 13), which
-// never change within a versioned symbol. tests/csrc/cuda/cuda_types_test.cpp compares every size, offset and value
-// with the real cuda.h where there is one. Names are NVIDIA's, in namespace ark, so that a reader can look them up;
-// only what cuda.h defines as a macro is called differently (kHostAllocPortable), so that both headers can be included.
+// Names, values and layouts are those of the documented API (CUDA 12.4 to 13), which never change within a versioned
+// symbol. tests/csrc/cuda/cuda_types_test.cpp compares every size, offset and value with the real cuda.h if available.
+// Names are NVIDIA's, in namespace ark, so readers can look them up. Only macros of cuda.h have other names
+// (kHostAllocPortable), so that both headers can be included.
 #pragma once
 
 #include <cstddef>
@@ -27,7 +27,7 @@ struct CUuuid {
   char bytes[16];
 };
 
-// Only what we tell apart; the driver names the rest itself (cuGetErrorName).
+// Only the codes that ark distinguishes; the driver names the rest (cuGetErrorName).
 enum CUresult : int {
   CUDA_SUCCESS = 0,
   CUDA_ERROR_INVALID_VALUE = 1,
@@ -93,8 +93,10 @@ enum CUdevice_attribute : int {
   CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED = 103,
   CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED = 110,
   CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED = 116,
+  CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING = 118,
   CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS = 122,
   CU_DEVICE_ATTRIBUTE_CAN_USE_STREAM_WAIT_VALUE_NOR = 123,
+  CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED = 124,
   CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED = 128,
   CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED = 132,
   CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID = 134,  // -1: unknown
@@ -200,6 +202,8 @@ enum CUmemAllocationHandleType : int {
   CU_MEM_HANDLE_TYPE_FABRIC = 8,
 };
 
+enum CUmemRangeHandleType : int { CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD = 1 };
+
 enum CUmemLocationType : int {
   CU_MEM_LOCATION_TYPE_INVALID = 0,
   CU_MEM_LOCATION_TYPE_DEVICE = 1,
@@ -271,7 +275,7 @@ struct CUlaunchAttribute {
   CUlaunchAttributeValue value;
 };
 
-// A matrix as the bulk copy engine is told of it. (Aligned to 64 before CUDA 13, which takes this as well.)
+// Describes a matrix to the bulk copy engine. (Aligned to 64 before CUDA 13, which accepts this too.)
 struct alignas(128) CUtensorMap {
   uint64_t opaque[16];
 };

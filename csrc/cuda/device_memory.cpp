@@ -1,4 +1,4 @@
-// Calls of the driver behind device_memory.hpp.
+// Driver calls for device_memory.hpp.
 #include "cuda/device_memory.hpp"
 
 #include <algorithm>
@@ -44,7 +44,7 @@ DeviceMemory& DeviceMemory::operator=(DeviceMemory&& other) noexcept {
 
 DeviceMemory::~DeviceMemory() {
   if (device_ < 0) return;
-  // No complaint: at exit the driver may be gone already, and with it the memory.
+  // Ignores errors: at exit the driver may be gone, and the memory with it.
   try {
     const RelaxedCapture relaxed;
     if (pointer_ != 0) {
@@ -155,7 +155,7 @@ void DeviceMemory::open_to_peers() const {
     if (other == device_ || driver().device_can_access_peer(&reaches, other, device_) != CUDA_SUCCESS || reaches == 0)
       continue;
     const CUmemAccessDesc access{{CU_MEM_LOCATION_TYPE_DEVICE, other}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
-    driver().mem_set_access(pointer_, bytes_, &access, 1);  // where it fails, a copy between the two says so
+    driver().mem_set_access(pointer_, bytes_, &access, 1);  // if this fails, a later copy reports it
   }
 }
 

@@ -1,9 +1,9 @@
-// Memory that a GPU and those of other processes of this node can map, from the driver's virtual memory API.
+// GPU memory that other GPUs and processes of this node can map, through the driver's virtual memory API.
 //
-// A DeviceMemory owns an address range of one device with memory behind it: its own (allocate) or a peer's (import); or
-// pinned memory of the host, near the device (allocate_on_host), which GPUs without peer access reach, too.
-// The descriptor of an allocation is made by export_fd() and travels over a local socket; the memory lives until the
-// last process has let go of it. All functions leave the calling thread's context and any capture as they are.
+// A DeviceMemory owns an address range with memory behind it: its own (allocate), a peer's (import), or pinned host
+// memory near the device (allocate_on_host), which GPUs without peer access also reach. export_fd() creates an
+// allocation's descriptor, which travels over a local socket. The memory lives until the last process releases it. All
+// functions preserve the calling thread's context and any capture.
 #pragma once
 
 #include <cstddef>
@@ -21,16 +21,16 @@ class DeviceMemory {
   DeviceMemory& operator=(DeviceMemory&& other) noexcept;
   ~DeviceMemory();  // nothing may use it any more
 
-  // At least `bytes` on this device, zeroed. Error(system) with size and remedy when there is not enough.
+  // Allocates at least `bytes` on this device, zeroed. Throws Error(system) with size and remedy if memory is short.
   static DeviceMemory allocate(int device, size_t bytes, const char* remedy = kFreeSome);
-  // The same with any contents; nothing where the device has not enough.
+  // The same with undefined contents; returns nothing if the device has too little memory.
   static std::optional<DeviceMemory> try_allocate(int device, size_t bytes);
   static DeviceMemory allocate_on_host(int device, size_t bytes);  // zeroed
   // Maps a peer's allocation of exactly `bytes` for kernels of `device`.
   static DeviceMemory import(int device, const UniqueFd& fd, size_t bytes);
 
   UniqueFd export_fd() const;
-  // Other devices of this process that reach the memory may use it too, as they may PyTorch's own.
+  // Gives access to other devices of this process that reach the memory, as PyTorch does for its own memory.
   void open_to_peers() const;
   char* data() const { return reinterpret_cast<char*>(pointer_); }
   size_t size() const { return bytes_; }
@@ -48,7 +48,7 @@ class DeviceMemory {
   CUmemGenericAllocationHandle handle_ = 0;
 };
 
-// Host memory that kernels of every device of this process read and write; zeroed.
+// Zeroed host memory that kernels of every device of this process read and write.
 class PinnedMemory {
  public:
   PinnedMemory(int device, size_t bytes);

@@ -1,4 +1,4 @@
-// Opening libcuda.so.1, and what is said when that fails.
+// Opens libcuda.so.1 and explains failures.
 #include "cuda/driver.hpp"
 
 #include <atomic>
@@ -52,8 +52,8 @@ const char* remedy_of(CUresult result) {
   }
 }
 
-// Never freed: threads may still call while the process ends. Not std::call_once, which ThreadSanitizer does not let go
-// of after an exception.
+// Never freed, because threads may still make calls while the process ends. Not std::call_once, which ThreadSanitizer
+// considers held after an exception.
 std::atomic<const Driver*> g_driver{nullptr};
 
 }  // namespace

@@ -1,10 +1,9 @@
-// The CUDA driver, opened at run time (libcuda.so.1): nothing of CUDA is linked or needed to build.
+// The CUDA driver, opened at run time (libcuda.so.1), so that the build needs and links nothing of CUDA.
 //
-// `driver()` is a table of function pointers, opened and checked once: driver().mem_create(...). ARK_CUDA_FUNCTIONS
-// lists member, symbol and parameters; the symbol is the very one that cuda.h maps the name to, its version suffix
-// included (cuMemAlloc is cuMemAlloc_v2), without per-thread default streams. All of them exist since CUDA 12.4, the
-// oldest driver taken: cuFuncLoad and cuFuncGetParamInfo came with it. Every call returns CUresult; check() turns one
-// into an Error with the driver's own words.
+// driver() returns a table of function pointers that is loaded and checked once: driver().mem_create(...).
+// ARK_CUDA_FUNCTIONS lists member, symbol and parameters. The symbol is what cuda.h maps the name to, with its version
+// suffix (cuMemAlloc is cuMemAlloc_v2) and without per-thread default streams. All exist since CUDA 12.4, the oldest
+// supported driver. Calls return CUresult; check() turns it into an Error with the driver's text.
 #pragma once
 
 #include <cstddef>
@@ -68,6 +67,8 @@
     (CUmemGenericAllocationHandle* handle, void* shareable, CUmemAllocationHandleType type))                           \
   X(mem_get_allocation_granularity, cuMemGetAllocationGranularity,                                                     \
     (size_t* bytes, const CUmemAllocationProp* prop, CUmemAllocationGranularity_flags which))                          \
+  X(mem_get_handle_for_address_range, cuMemGetHandleForAddressRange,                                                   \
+    (void* handle, CUdeviceptr pointer, size_t bytes, CUmemRangeHandleType type, unsigned long long flags))            \
   X(mem_retain_allocation_handle, cuMemRetainAllocationHandle, (CUmemGenericAllocationHandle* handle, void* address))  \
   X(memcpy_async, cuMemcpyAsync, (CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream))                    \
   X(memset_d8_async, cuMemsetD8Async, (CUdeviceptr to, unsigned char value, size_t count, CUstream stream))            \
@@ -122,30 +123,32 @@ struct Driver {
 #define ARK_CUDA_MEMBER(member, symbol, parameters) CUresult(*member) parameters = nullptr;
   ARK_CUDA_FUNCTIONS(ARK_CUDA_MEMBER)
 #undef ARK_CUDA_MEMBER
-  int version = 0;  // what it supports: 13000 is CUDA 13.0
+  int version = 0;  // the CUDA version that it supports: 13000 is CUDA 13.0
 };
 
 constexpr int kOldestDriver = 12040;
 
-// The driver, initialised (cuInit). Throws Error(system) with the remedy when there is none, it is too old, or it sees
-// no GPU. A failure is not remembered: the next call tries again.
+// Returns the driver, initialised (cuInit). Throws Error(system) with a remedy if there is none, it is too old, or it
+// sees no GPU. Failures are not cached: the next call tries again.
 const Driver& driver();
-// What driver() returns from now on: for tests without a GPU. Outlives its use.
+// Replaces what driver() returns, for tests without a GPU. The table must outlive its use.
 void use_driver(const Driver& table);
-// What driver() would throw; empty: nothing.
+// The text of the error that driver() would throw; empty if it would not.
 std::string driver_problem();
-// True when driver() would not throw.
+// Returns true if driver() would not throw.
 bool has_driver() noexcept;
 
-// Opens, resolves, checks the version and initialises; driver() does so once with the system's loader.
+// Opens the library, resolves symbols, checks the version and initialises. driver() does this once with the system's
+// loader.
 Driver load_driver(const jit::LibraryOpener& opener);
 
-// Throws Error(system): "cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY (out of memory)". `what` says what was tried.
+// Throws Error(system), such as "cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY (out of memory)". `what`: the attempted
+// call.
 void check(CUresult result, const std::string& what);
-// "CUDA_ERROR_OUT_OF_MEMORY (out of memory)"; never throws for an unknown code.
+// For example "CUDA_ERROR_OUT_OF_MEMORY (out of memory)". Never throws for an unknown code.
 std::string describe(CUresult result);
 
-// True after a fault that the context does not survive (illegal address and its kin): later calls all fail with it.
+// Returns true for faults that the context does not survive (such as an illegal address): all later calls fail too.
 bool is_sticky(CUresult result);
 
 // --- devices -----------------------------------------------------------------------------------------------------
@@ -153,11 +156,11 @@ bool is_sticky(CUresult result);
 int device_attribute(int device, CUdevice_attribute attribute);
 std::string device_name(int device);
 
-// The context that PyTorch uses on this device, retained once by us and for the life of the process.
+// PyTorch's context on this device, retained once for the life of the process.
 CUcontext primary_context(int device);
 
-// Makes a context current in this thread, and the former one again at the end. Where it is current already, as inside
-// of PyTorch's device guards, that is one call of the driver instead of three.
+// Makes a context current on this thread and restores the previous one. If it is already current, as inside PyTorch's
+// device guards, that takes one driver call instead of three.
 class CurrentContext {
  public:
   explicit CurrentContext(CUcontext context);
@@ -171,7 +174,7 @@ class CurrentContext {
   bool changed_ = false;
 };
 
-// This thread may allocate, load and query although some thread captures a graph; nothing of it is captured.
+// Lets this thread allocate, load and query while any thread captures a graph. None of it is captured.
 class RelaxedCapture {
  public:
   RelaxedCapture();

@@ -1,4 +1,4 @@
-// See graph_owned.hpp.
+// Implements graph_owned.hpp.
 #include "cuda/graph_owned.hpp"
 
 #include <mutex>
@@ -10,11 +10,11 @@ namespace ark {
 namespace {
 
 struct Ended {
-  std::mutex mutex;  // held for moves of pointers alone: the driver's thread waits for it
+  std::mutex mutex;  // held only to move pointers, because the driver's thread waits for it
   std::vector<std::shared_ptr<const void>> held;
 };
 
-// Never destroyed: graphs may end after this library's other variables.
+// Never destroyed, because graphs may end after this library's other variables.
 Ended& ended() {
   static Ended& all = *new Ended;
   return all;
@@ -43,7 +43,7 @@ void keep_with_graph(const Capture& capture, std::shared_ptr<const void> what) {
   CUuserObject object = nullptr;
   check(driver().user_object_create(&object, held.get(), &graph_ended, 1, CU_USER_OBJECT_NO_DESTRUCTOR_SYNC),
         "cuUserObjectCreate");
-  held.release();  // the object's, from here on
+  held.release();  // the user object owns it from here on
   const CUresult kept = driver().graph_retain_user_object(capture.graph, object, 1, CU_GRAPH_USER_OBJECT_MOVE);
   if (kept != CUDA_SUCCESS) driver().user_object_release(object, 1);
   check(kept, "cuGraphRetainUserObject");

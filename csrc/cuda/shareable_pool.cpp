@@ -8,7 +8,7 @@ namespace ark {
 
 namespace {
 
-// Never destroyed: PyTorch frees segments while the process exits.
+// Never destroyed, because PyTorch frees segments during process exit.
 struct Segments {
   std::mutex mutex;
   std::map<uintptr_t, std::shared_ptr<const ShareableSegment>> by_address;
@@ -54,7 +54,7 @@ void* ark_pool_alloc(ssize_t bytes, int device, void*) {
 }
 
 void ark_pool_free(void* data, ssize_t, int, void*) {
-  std::shared_ptr<const ark::ShareableSegment> last;  // unmapped without the lock
+  std::shared_ptr<const ark::ShareableSegment> last;  // unmapped outside the lock
   ark::Segments& all = ark::segments();
   const std::lock_guard lock(all.mutex);
   const auto found = all.by_address.find(reinterpret_cast<uintptr_t>(data));

@@ -1,4 +1,4 @@
-// The thread behind request_server.hpp.
+// Implements request_server.hpp.
 #include "dma/request_server.hpp"
 
 #include <utility>
@@ -54,7 +54,7 @@ void RequestServer::run() {
       looks = 0;
     } else if (++looks % kLooksPerClockRead == 0 && Moment::now() - last > pace_.spin) {
       std::this_thread::sleep_for(pace_.nap);
-      looks = kLooksPerClockRead - 1;  // the next look reads the clock again
+      looks = kLooksPerClockRead - 1;  // read the clock again on the next look
     }
   }
 }

@@ -1,9 +1,9 @@
-// The host's side of a request ring: one thread takes requests in order and hands them to a function.
+// The host's side of a request ring: one thread takes requests in order and passes them to a function.
 //
-// The ring's memory is the caller's, zeroed, and outlives this object; kernels post to it (the channel_proxy.cuh of
-// benchmarks/dma). Ordering is that of protocol/request_ring.hpp; the function is called behind the acquire of its
-// request, and the place is given back when it has returned. The thread spins while requests come and for `spin` behind
-// the last, then sleeps `nap` between looks; it waits for nothing else, so stop() is bounded by the longest call of the
+// The caller owns the ring's zeroed memory, which must outlive this object. Kernels post to it (channel_proxy.cuh in
+// benchmarks/dma), with the memory ordering of protocol/request_ring.hpp. The function runs after the acquire of its
+// request, and its place is freed when the function returns. The thread spins while requests arrive and for `spin`
+// after the last, then sleeps `nap` between looks. It waits for nothing else, so stop() takes at most one call of the
 // function.
 #pragma once
 
@@ -25,16 +25,16 @@ class RequestServer {
   };
   using Serve = std::function<void(const protocol::Request&)>;
 
-  // When `serve` throws, no further request is taken: posters run into their bounds, and check() throws the same.
+  // If `serve` throws, the thread takes no more requests: posters reach their time limits, and check() rethrows.
   RequestServer(protocol::RequestRing& ring, Serve serve, Pace pace);
   RequestServer(protocol::RequestRing& ring, Serve serve) : RequestServer(ring, std::move(serve), Pace{}) {}
   ~RequestServer();
   RequestServer(const RequestServer&) = delete;
   RequestServer& operator=(const RequestServer&) = delete;
 
-  // No request is served any more; those that were not taken are left. May be called often, and from any thread.
+  // Stops serving and leaves requests that were not taken. Idempotent, and callable from any thread.
   void stop();
-  void check() const;  // throws what `serve` threw
+  void check() const;  // rethrows what `serve` threw
   uint64_t served() const { return served_.load(std::memory_order_acquire); }
 
  private:
@@ -45,7 +45,7 @@ class RequestServer {
   const Pace pace_;
   std::atomic<bool> over_{false};
   std::atomic<uint64_t> served_{0};
-  mutable std::mutex mutex_;  // of what follows
+  mutable std::mutex mutex_;  // guards the members below
   std::exception_ptr failure_;
   std::thread thread_;
 };

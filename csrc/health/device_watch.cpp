@@ -1,4 +1,4 @@
-// The thread behind device_watch.hpp.
+// The thread of device_watch.hpp.
 #include "health/device_watch.hpp"
 
 #include <unistd.h>
@@ -19,7 +19,7 @@ namespace ark {
 
 namespace {
 constexpr std::chrono::milliseconds kWatchInterval{100};
-constexpr std::chrono::seconds kStill{1};  // copy engines that wait rather than move
+constexpr std::chrono::seconds kStill{1};  // after this, copy engines wait rather than move
 }  // namespace
 
 struct DeviceWatch::Watched {
@@ -29,17 +29,17 @@ struct DeviceWatch::Watched {
   std::optional<FailureLog> log;
   std::mutex mutex;
   bool over = false;     // the group is gone
-  bool noticed = false;  // that the device gave up
+  bool noticed = false;  // the device gave up, and that was handled
   device::EngineStatus* engine = nullptr;
   std::function<void()> release_engine;
   std::function<void()> failed;
   std::function<EngineDiagnosis()> diagnose_engine;
-  std::mutex limits;  // the longest since the engines were last idle; the last one
+  std::mutex limits;  // guards the longest limit since the engines were last idle, and the last one
   std::chrono::milliseconds engine_limit{0}, engine_last_limit{0};
   uint32_t engine_progress = 0, engine_beat = 0;
   Clock::time_point engine_stuck_since = Clock::time_point::max();
 
-  // `peer` -1: not known.
+  // `peer` -1: unknown.
   Error waited(const std::string& what, int peer) const {
     const std::string whom = peer < 0 ? "a peer" : "rank " + std::to_string(peer);
     return Error(ErrorKind::timeout, what + " waited for " + whom + " until the operation's timeout",
@@ -66,8 +66,8 @@ struct DeviceWatch::Watched {
     log->add(error);
   }
 
-  // Then its streams are being released, and what they tell now is nonsense; what failed there is heard at the next
-  // look.
+  // While a peer has failed, its streams are being released and their words mean nothing. The next look handles its
+  // failure.
   bool a_peer_failed() const {
     const OperationContext any;
     for (int peer = 0; peer < health->size(); ++peer) {
@@ -78,7 +78,7 @@ struct DeviceWatch::Watched {
     return false;
   }
 
-  // A peer says goodbye when its device has done all it was given, so what it has issued came here. Bit r: rank r left.
+  // A peer says goodbye when its device has finished, so everything that it issued has arrived. Bit r: rank r left.
   bool will_not_call(int peer, uint32_t departed) const {
     return peer >= 0 && (departed >> (peer & 31) & 1) != 0 &&
            protocol::load_relaxed(health->of(peer).enqueued) < protocol::load_relaxed(health->own().enqueued);
@@ -155,7 +155,7 @@ struct DeviceWatch::Watched {
 
 namespace {
 
-// Never destroyed: groups may go while the process exits.
+// Never destroyed, because groups may be destroyed during process exit.
 class Thread {
  public:
   using Look = std::function<void()>;
@@ -191,7 +191,7 @@ class Thread {
       for (const auto& [key, look] : looks) {
         try {
           look();
-        } catch (const std::exception&) {  // no reason to end the process
+        } catch (const std::exception&) {  // must not end the process
         }
       }
       lock.lock();
@@ -243,7 +243,7 @@ void DeviceWatch::watch_engine(device::EngineStatus* status, std::function<void(
 }
 
 void DeviceWatch::engine_used(std::chrono::milliseconds limit) {
-  // Some hundred years: in the clock's nanoseconds more would not fit.
+  // About a hundred years; more would overflow the clock's nanoseconds.
   constexpr std::chrono::milliseconds kUnlimited = std::chrono::hours(24 * 365 * 100);
   const std::lock_guard lock(watched_->limits);
   watched_->engine_last_limit = limit.count() > 0 ? std::min(limit, kUnlimited) : kUnlimited;

@@ -1,4 +1,4 @@
-// See failure_log.hpp.
+// Implements failure_log.hpp.
 #include "health/failure_log.hpp"
 
 #include <unistd.h>
@@ -18,7 +18,7 @@ struct FailureLog::State {
   std::mutex mutex;
   std::condition_variable changed;
   std::map<int, std::string> telling;  // by thread
-  int threads = 0;                     // so far
+  int threads = 0;                     // number started so far
 
   int begin(const Error& error) {
     const std::lock_guard lock(mutex);
@@ -33,7 +33,7 @@ struct FailureLog::State {
   void say(const Error& error) const {
     try {
       tell(error);
-    } catch (const std::exception&) {  // a device that has failed, or a dump that could not be written
+    } catch (const std::exception&) {  // a failed device, or a dump that could not be written
     }
   }
 };

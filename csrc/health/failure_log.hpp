@@ -1,5 +1,5 @@
-// Tells of failures by threads of their own: for one who may not wait while telling may take as long as it likes (it
-// asks the driver, it writes a file). There are few: a group fails once.
+// Reports failures on separate threads, for callers that must not wait while a report takes its time (driver calls,
+// writing a file). There are few, because a group fails once.
 #pragma once
 
 #include <chrono>
@@ -18,20 +18,20 @@ class FailureLog {
   using Tell = std::function<void(const Error&)>;
 
   explicit FailureLog(Tell tell);  // may be empty
-  ~FailureLog();                   // when all is told: threads use what `tell` holds
+  ~FailureLog();                   // waits until all reports are done, because their threads use what `tell` holds
 
-  // By one thread at a time. Where no thread can be started, start() is to be called again.
+  // One thread at a time calls these. If no thread can start, call start() again.
   void add(const Error& error);
   void start();
 
-  // For one who may not wait as long as telling takes: nothing when all that was started is told by then; else what is
-  // not, and this object, with what `tell` holds, must be given up rather than destroyed. Any thread may call.
+  // Waits for all started reports until `until`. Returns one that is not done, if any; then this object, with what
+  // `tell` holds, must be leaked instead of destroyed. Any thread may call it.
   std::optional<std::string> wait_told(std::chrono::steady_clock::time_point until) const;
 
  private:
   struct State;
   const std::shared_ptr<State> state_;
-  std::vector<std::shared_ptr<const Error>> untold_;  // a thread has its own share: no two touch one text
+  std::vector<std::shared_ptr<const Error>> untold_;  // each thread has its own copy, so no two share a text
 };
 
 }  // namespace ark

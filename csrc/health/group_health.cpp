@@ -1,4 +1,4 @@
-// Deciding that a wait is hopeless, and telling every rank the same story about it.
+// Decides that a wait is hopeless, and gives every rank the same explanation.
 #include "health/group_health.hpp"
 
 #include <algorithm>
@@ -11,7 +11,7 @@ namespace {
 
 constexpr const char* kRestart = "Destroy the process group on every rank (or restart the job) before going on.";
 
-// Some ten slices of a sleeping waiter (collectives/cpu/wait.cpp): long enough for a live one on a busy machine.
+// About ten slices of a sleeping waiter (collectives/cpu/wait.cpp): long enough for a live one on a busy machine.
 constexpr auto kBeats = std::chrono::milliseconds(200);
 constexpr auto kSlice = std::chrono::milliseconds(20);
 
@@ -68,10 +68,10 @@ Error GroupHealth::explain(const Alarm& alarm, const OperationContext& operation
   switch (alarm.kind) {
     case Alarm::failed: break;
     case Alarm::peer_failed: {
-      // A peer's bytes are copied before they are believed; text is bounded.
+      // A peer's bytes are copied before they are used, and text is bounded.
       const AbortRecord record = control_[alarm.rank]->abort;
       const bool known = !names_.empty() || record.culprit < size();
-      const int culprit = known ? std::max(record.culprit, -1) : -1;  // a name already
+      const int culprit = known ? std::max(record.culprit, -1) : -1;  // already a name
       const auto kind = record.kind <= static_cast<uint32_t>(ErrorKind::system) ? static_cast<ErrorKind>(record.kind)
                                                                                 : ErrorKind::aborted;
       return tell(kind,
@@ -135,7 +135,7 @@ void GroupHealth::fail(const Error& error) {
   failed_.store(true, std::memory_order_release);
 }
 
-// What comes to light while a rank that waits for another node's finds out why; nothing: it did not.
+// Waits for what comes to light while a rank that waits for another node finds the cause; nothing if it does not.
 std::optional<GroupHealth::Alarm> GroupHealth::hear_from_outside(int culprit, const OperationContext& operation) const {
   if (culprit < 0 || protocol::load_relaxed(control_[culprit]->waiting_on) != kWaitsOutside) return std::nullopt;
   OperationContext unhurried = operation;
@@ -148,7 +148,7 @@ std::optional<GroupHealth::Alarm> GroupHealth::hear_from_outside(int culprit, co
   }
 }
 
-// A rank that was stopped in its sleep still says whom it waited for, so its word counts only while its beat goes on.
+// A rank that was stopped while sleeping still shows whom it waited for, so that counts only while its beat advances.
 int GroupHealth::find_culprit(int peer) const {
   std::vector<uint64_t> beats;
   for (const ControlBlock* block : control_) beats.push_back(protocol::load_relaxed(block->beat));

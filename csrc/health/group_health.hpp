@@ -1,10 +1,9 @@
-// Is this group still able to finish what it started? Asked by everyone who waits.
+// Tells every waiter whether the group can still finish what it started.
 //
-// A group fails once: the first rank that notices (a lost peer, a deadline, a mismatch, abort()) writes its abort
-// record into shared memory, and every waiter on every rank, which looks at least once a slice, raises an error
-// that names the same culprit. Nothing is repaired: a failed group raises from then on and is destroyed.
-//
-// Thread-safe: fail() may race with itself and with check(); the first record wins.
+// A group fails once. The first rank that notices a problem (a lost peer, a deadline, a mismatch, abort()) writes its
+// abort record into shared memory. Every waiter on every rank checks at least once per slice and raises an error that
+// names the same culprit. Nothing is repaired: a failed group raises from then on. Thread-safe: fail() may race with
+// itself and with checks; the first record wins.
 #pragma once
 
 #include <atomic>
@@ -23,18 +22,18 @@ namespace ark {
 
 using Clock = std::chrono::steady_clock;
 
-// The operation a wait belongs to: for deadlines and messages.
+// The operation that a wait belongs to, for deadlines and messages.
 struct OperationContext {
   const char* name = "";
   uint64_t sequence = 0;
   Clock::time_point deadline = Clock::time_point::max();
-  std::chrono::milliseconds timeout{0};  // what the deadline was made of, for the message
+  std::chrono::milliseconds timeout{0};  // the timeout behind the deadline, for the message
 };
 
 class GroupHealth {
  public:
-  // control[r] is rank r's block. `monitor` may be null (one rank). names[r]: what messages call rank r, where this is
-  // a part of a group; empty: r.
+  // control[r] is rank r's block. `monitor` may be null (one rank). names[r]: rank r's name in messages if this is a
+  // part of a group; empty: r.
   GroupHealth(int rank, std::vector<ControlBlock*> control, std::unique_ptr<PeerMonitor> monitor,
               std::vector<int> names = {});
 
@@ -45,37 +44,37 @@ class GroupHealth {
   ControlBlock& of(int rank) { return *control_[rank]; }
   const ControlBlock& of(int rank) const { return *control_[rank]; }
 
-  // True once this rank has failed the group or seen a peer do so: the fast test at the start of an operation.
+  // True once this rank has failed the group or seen a peer do so: the fast check at the start of an operation.
   bool failed() const { return failed_.load(std::memory_order_acquire); }
-  // Raises when this rank or any peer has failed the group: a late rank must not go on with what a peer gave up.
+  // Throws if this rank or any peer has failed the group: a late rank must not continue what a peer gave up.
   void check_alive(const OperationContext& operation);
 
-  // Why a wait on `peer` should end, if it should. `peer` -1: any peer will do (none is to blame). No side effects.
-  // A waiter that gets an alarm looks at its counter once more before it raises: what a peer published before it
-  // went away counts, and the alarm was read first.
+  // Why a wait on `peer` should end, if it should; no side effects. `peer` -1: any peer will do. A waiter that gets an
+  // alarm checks its counter again before it raises: it read the alarm first, and what a peer published before it left
+  // counts.
   struct Alarm {
     enum Kind { failed, peer_failed, lost, departed, late } kind;
-    int rank;  // whom it is about
+    int rank;  // the rank concerned
   };
   std::optional<Alarm> alarm(const OperationContext& operation, int peer) const;
 
-  // Fails the group for this reason (when it has not failed yet) and throws.
+  // Fails the group for this reason, unless it has failed already, and throws.
   [[noreturn]] void raise(const Alarm& alarm, const OperationContext& operation, int peer);
 
-  // Throws the error that failed the group, told for this operation.
+  // Throws the error that failed the group, reworded for this operation.
   [[noreturn]] void raise(const OperationContext& operation);
 
   // Fails the group with this error and tells the peers. The first call wins.
   void fail(const Error& error);
 
-  // How much longer than its own time a rank takes that waits for one outside (kWaitsOutside) to find out why. It is
-  // blamed only after that. To be set before anyone waits.
+  // Extra time for a rank that waits outside (kWaitsOutside) to find the cause. It is blamed only after that. Set it
+  // before any wait.
   void set_patience_outside(std::chrono::milliseconds patience) { patience_outside_ = patience; }
 
-  // Who is really late when this rank waits on `peer`: follows the ranks' own waits to their end.
+  // The rank that is really late when this rank waits on `peer`: follows the ranks' own waits to the end.
   int find_culprit(int peer) const;
 
-  // For the flight record: one line per rank.
+  // One line per rank for the flight record.
   struct Progress {
     uint64_t enqueued, started, completed;
     int waiting_on;

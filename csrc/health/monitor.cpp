@@ -1,8 +1,8 @@
-// The watching thread behind monitor.hpp.
+// The watching thread of monitor.hpp.
 //
-// Locks: g_creation guards the pointer to the process's watcher, Watcher::mutex_ its list of groups, Group::mutex the
-// handling of one group's events against its destruction; taken in this order, and none is held over poll. A group's
-// descriptors are closed under Group::mutex after it left the list, so the thread never reads from a recycled number.
+// Lock order: g_creation guards the pointer to the process's watcher, Watcher::mutex_ its list of groups, Group::mutex
+// the handling of a group's events against its destruction. None is held over poll. A group's descriptors are closed
+// under Group::mutex after it left the list, so the thread never reads from a reused descriptor number.
 #include "health/monitor.hpp"
 
 #include <poll.h>
@@ -34,7 +34,8 @@ constexpr char kGoodbye = 'G';
 
 enum State : uint8_t { present, said_goodbye, ended, vanished };  // vanished: ended without a goodbye
 
-// Readable once the process has ended. Empty where the kernel or container has none: the socket must do.
+// Returns a pidfd, readable once the process has ended; empty if the kernel or container has none. Then the socket must
+// do.
 UniqueFd open_process(int socket) {
   const PeerCredentials who = credentials_of(socket);
   if (who.pid <= 0 || who.pid == ::getpid()) return {};
@@ -48,7 +49,7 @@ namespace detail {
 struct PeerGroup {
   pid_t owner = ::getpid();
   std::vector<UniqueFd> connections;
-  std::vector<UniqueFd> processes;  // pidfds, where the kernel gives them
+  std::vector<UniqueFd> processes;  // pidfds, if the kernel supports them
   std::vector<std::atomic<uint8_t>> states;
   std::function<void(int)> on_lost;
   std::mutex mutex;
@@ -58,13 +59,13 @@ struct PeerGroup {
     return connections[peer] && states[peer].load(std::memory_order_relaxed) < ended;
   }
 
-  // Something happened at this peer; `process_ended` when its pidfd says so.
+  // Handles an event of this peer; `process_ended`: from its pidfd.
   void handle(size_t peer, bool process_ended) {
     std::lock_guard lock(mutex);
     if (closed || !is_watched(peer)) return;
     bool over = process_ended;
     std::array<char, 256> bytes;
-    for (int i = 0; i < 16; ++i) {  // bounded: whatever else a peer sends is read and ignored, a bit at a time
+    for (int i = 0; i < 16; ++i) {  // bounded: other input from a peer is read in small amounts and ignored
       const ssize_t got = ::recv(connections[peer].get(), bytes.data(), bytes.size(), MSG_DONTWAIT);
       if (got < 0 && errno == EINTR) continue;
       if (got < 0 && errno == EAGAIN) break;
@@ -85,7 +86,7 @@ struct PeerGroup {
     std::lock_guard lock(mutex);
     closed = true;
     for (UniqueFd& connection : connections) {
-      // The thread may still hold the socket inside poll, which would keep it open: end it for the peer now.
+      // The thread may still hold the socket inside poll, so shut it down to end it for the peer now.
       if (connection) ::shutdown(connection.get(), SHUT_RDWR);
       connection.reset();
     }
@@ -193,7 +194,7 @@ class Watcher {
           }
       }
       if (::poll(polled.data(), polled.size(), -1) < 0) {
-        if (errno != EINTR) std::this_thread::sleep_for(std::chrono::milliseconds(10));  // no memory: try again
+        if (errno != EINTR) std::this_thread::sleep_for(std::chrono::milliseconds(10));  // out of memory: try again
         continue;
       }
       uint64_t count;
@@ -211,7 +212,7 @@ class Watcher {
 };
 
 std::mutex g_creation;
-Watcher* g_watcher = nullptr;  // never deleted: the thread and a forked child may still look at it
+Watcher* g_watcher = nullptr;  // never deleted, because the thread and a forked child may still use it
 
 void lock_for_fork() {
   g_creation.lock();
@@ -269,7 +270,7 @@ PeerMonitor::PeerMonitor(int rank, std::vector<UniqueFd> connections, std::funct
 }
 
 PeerMonitor::~PeerMonitor() {
-  if (::getpid() != group_->owner) return;  // a forked child: its copies are closed, the locks are not its own
+  if (::getpid() != group_->owner) return;  // a forked child: its copies are closed, and the locks are the parent's
   if (group_->connections.size() > 1) watcher_of_this_process().remove(group_);
   group_->close_all();
 }

@@ -1,12 +1,9 @@
-// Notices the death of a peer: watches the sockets that the bootstrap left open between the processes of a group.
+// Detects the death of a peer by watching the sockets that the bootstrap left open between a group's processes.
 //
-// The kernel closes a dead process's sockets whatever killed it, so end-of-file without a goodbye is a loss, and after
-// a goodbye a departure. One thread serves all groups of the process; it sleeps in poll without timeout and costs
-// nothing until something happens. Where the kernel has pidfds they are watched too, for a peer that died while a
-// child of its still holds a copy of its sockets.
-// lost() is written once by that thread (release) and read by waiters (relaxed): it orders nothing but itself.
-// fork: the child's copies are closed at once (else peers would wait for the child to die) and the monitor does
-// nothing there; groups that the child creates itself get a thread of their own.
+// The kernel closes a dead process's sockets, so end-of-file without a goodbye is a loss, and after a goodbye a
+// departure. One thread sleeps in poll for all groups. pidfds, if available, detect a dead peer whose child still holds
+// its sockets. Only that thread writes lost() (release); relaxed reads suffice, because it orders nothing else. After
+// fork the child closes its copies at once and does not monitor; its own groups get a new thread.
 #pragma once
 
 #include <functional>
@@ -23,8 +20,8 @@ struct PeerGroup;
 
 class PeerMonitor {
  public:
-  // connections[peer] is a stream socket to that peer, empty for `rank` itself. on_lost runs on the monitor's thread,
-  // once per lost peer, and must neither block nor destroy this object; it never runs after the destructor returned.
+  // connections[peer] is a stream socket to that peer, empty for `rank`. on_lost runs on the monitor's thread once per
+  // lost peer. It must not block or destroy this object, and never runs after the destructor has returned.
   PeerMonitor(int rank, std::vector<UniqueFd> connections, std::function<void(int peer)> on_lost = {});
   ~PeerMonitor();
   PeerMonitor(const PeerMonitor&) = delete;
@@ -33,7 +30,7 @@ class PeerMonitor {
   bool lost(int peer) const noexcept;      // ended without a goodbye
   bool departed(int peer) const noexcept;  // said goodbye; may have ended since
 
-  // Tells every peer that this rank leaves on purpose. Call before a clean shutdown; repeating it is harmless.
+  // Tells every peer that this rank leaves on purpose. Call it before a clean shutdown; repeating it is harmless.
   void say_goodbye() noexcept;
 
  private:

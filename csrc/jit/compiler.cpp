@@ -1,4 +1,4 @@
-// Compiler, and the process's settings.
+// The Compiler, and the process's settings.
 #include "jit/compiler.hpp"
 
 #include <memory>
@@ -9,8 +9,8 @@ namespace ark::jit {
 
 namespace {
 
-// Guards what follows, under which nothing of a Settings is copied or destroyed: its log may be a Python function, for
-// which the thread would wait for the GIL, whose holder may be waiting for this.
+// Guards the variables below. No Settings is copied or destroyed under it: its log may be a Python function, which
+// needs the GIL, whose holder may wait for this mutex.
 std::mutex g_settings_mutex;
 
 struct Process {
@@ -58,7 +58,7 @@ Settings settings() {
   return *now;
 }
 
-// Headers of other folders are not in the key, so what includes them is not kept.
+// The key does not cover headers of other folders, so results that include them are not cached.
 Compiler::Compiler(Settings settings, int driver_version, LibraryOpener opener)
     : settings_(std::move(settings)),
       driver_version_(driver_version),
@@ -86,7 +86,8 @@ std::string Compiler::nvrtc_path() {
   return nvrtc().path();
 }
 
-// "13.0" of .../libnvrtc-builtins.so.13.0 beside the first candidate; empty: it must be opened to know.
+// Reads "13.0" from .../libnvrtc-builtins.so.13.0 beside the first candidate. Returns an empty string if the library
+// must be opened to find out.
 std::string Compiler::version_by_name() const {
   const std::vector<NvrtcCandidate> candidates = nvrtc_candidates(settings_, driver_version_);
   if (candidates.empty() || candidates.front().builtins.empty()) return {};
@@ -120,7 +121,7 @@ CachedKernel Compiler::get(const Source& source) {
   if (const std::string version = version_by_name(); !version.empty()) {
     try {
       return by_version(version);
-    } catch (const OtherVersion&) {  // the library with that name could not be opened, or is another
+    } catch (const OtherVersion&) {  // the library of that name cannot be opened or has another version
     }
   }
   return by_version(nvrtc().version());

@@ -1,7 +1,7 @@
-// Prebuilt kernels, the cache and NVRTC as one: a stub and an architecture in, a cubin out.
+// Combines prebuilt kernels, the cache and NVRTC: takes a stub and an architecture, returns a cubin.
 //
-// On the warm path NVRTC is not even opened (seconds from a cold disk): its version, part of the key, stands in the
-// name of its builtins library. Should another NVRTC turn out to compile in the end, the key is made again.
+// A warm start does not even open NVRTC (seconds from a cold disk): its version, a part of the key, is in the name of
+// its builtins library. If another NVRTC compiles in the end, the key is computed again.
 #pragma once
 
 #include <mutex>
@@ -19,13 +19,13 @@ namespace ark::jit {
 
 class Compiler {
  public:
-  // driver_version 0: for no driver here. Nothing is opened or read yet, but the cache's folder.
+  // driver_version 0: there is no driver. Only opens the cache's folder.
   Compiler(Settings settings, int driver_version, LibraryOpener opener = LibraryOpener::system());
 
-  // From the wheel (which counts as the cache), from the cache, or compiled. Throws Error(system). May be called by any
-  // thread.
+  // Returns the kernel from the wheel (which counts as the cache), from the cache, or compiled. Throws
+  // Error(compile_failed) if it does not compile. Thread-safe.
   CachedKernel get(const Source& source);
-  // Past the cache, with log and resources.
+  // Compiles without the cache, with log and resources.
   Compiled compile(const Source& source);
 
   std::string nvrtc_version();
@@ -42,7 +42,7 @@ class Compiler {
   const LibraryOpener opener_;
   const PrebuiltKernels prebuilt_;
   KernelCache cache_;
-  std::mutex mutex_;  // guards the two below while they are made
+  std::mutex mutex_;  // guards the creation of the two below
   std::optional<Nvrtc> nvrtc_;
   std::optional<std::vector<Header>> headers_;
 };

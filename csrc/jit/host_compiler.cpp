@@ -1,4 +1,4 @@
-// Finding, running and loading behind host_compiler.hpp.
+// Finds and runs the host's compiler, and loads its results.
 #include "jit/host_compiler.hpp"
 
 #include <dlfcn.h>
@@ -36,7 +36,7 @@ constexpr char kRemedy[] = "Install g++ or clang++ (C++20), or name one in CXX; 
   throw Error(ErrorKind::compile_failed, what, context);
 }
 
-// The program behind a name with or without a folder, looked up as a shell would; empty: none.
+// Finds a program as a shell would, with or without a folder in its name; empty if there is none.
 std::string find_program(const std::string& name) {
   if (name.find('/') != std::string::npos) return ::access(name.c_str(), X_OK) == 0 ? name : std::string();
   const char* path = std::getenv("PATH");
@@ -54,7 +54,7 @@ std::string first_line(const std::string& text) {
   return text.substr(0, text.find('\n'));
 }
 
-// The compiler's first error; empty: it named none.
+// Returns the compiler's first error; empty if there is none.
 std::string first_error(const std::string& output) {
   std::istringstream lines(output);
   for (std::string line; std::getline(lines, line);)
@@ -62,12 +62,12 @@ std::string first_error(const std::string& output) {
   return {};
 }
 
-// Removed with all that is in it, by the C library: libtorch.so (2.11.0+cu130) exports std::filesystem::remove_all
-// bound to nothing, and a call from this process's modules ends there.
+// A folder that is removed with its contents. It uses the C library, because libtorch.so (2.11.0+cu130) exports a
+// broken std::filesystem::remove_all that calls from this process's modules would reach.
 class TemporaryFolder {
  public:
   TemporaryFolder() {
-    // The user's folder first, then /tmp: a wrong TMPDIR is no reason to run without compiled kernels.
+    // Tries the user's folder, then /tmp, so that a wrong TMPDIR does not disable compiled kernels.
     std::vector<std::string> places = {"/tmp"};
     if (const char* chosen = std::getenv("TMPDIR"); chosen != nullptr && *chosen != '\0')
       places.insert(places.begin(), chosen);
@@ -129,8 +129,8 @@ LoadedLibrary::LoadedLibrary(const std::vector<uint8_t>& bytes) : fd_(::memfd_cr
     if (put <= 0) throw system_error("cannot write a compiled plan to memory", errno);
     done += static_cast<size_t>(put);
   }
-  // The descriptor stays open as long as the library is: dlopen knows libraries by name, so the number must not become
-  // another file's meanwhile.
+  // The descriptor must stay open as long as the library: dlopen identifies libraries by name, so the number must not
+  // be reused for another file.
   const std::string name = "/proc/self/fd/" + std::to_string(fd_.get());
   handle_ = ::dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (handle_ == nullptr) {
@@ -159,10 +159,10 @@ HostCompiler::HostCompiler(Settings settings, std::chrono::milliseconds limit)
       cache_(settings_.cache_dir, settings_.log, limit + std::chrono::seconds(10)) {}
 
 std::vector<std::string> HostCompiler::default_options() {
-  // Contraction makes fused multiply-adds, which products live on; results are compared within tolerances anyway, and
-  // stay the same from run to run on a machine. errno and floating-point traps are nobody's business here, and in the
-  // way of vector instructions. Nothing of -ffast-math beside: infinities and NaN are values. Integers wrap around, as
-  // in eager PyTorch: without -fwrapv, `x + 1 > x` is always true.
+  // Contraction is on, because products depend on fused multiply-adds; results are compared with tolerances anyway and
+  // are reproducible on one machine. errno and floating-point traps are not used and would block vectorisation. No
+  // other part of -ffast-math: infinities and NaN are values. -fwrapv makes integers wrap as in eager PyTorch; without
+  // it `x + 1 > x` is always true.
   return {"-std=c++20",      "-O3",
           "-march=native",   "-fPIC",
           "-shared",         "-fvisibility=hidden",
@@ -194,7 +194,7 @@ const HostCompiler::Tool& HostCompiler::tool() {
   if (version.end != ProcessResult::End::exited || version.code != 0)
     host_failure("the C++ compiler " + tool.text() + ", asked for its --version, " + describe(version, limit));
   tool.version = first_line(version.output);
-  // What `native` is: the preprocessor's macros, which hold the instruction set.
+  // The preprocessor's macros show the instruction set behind `native`.
   const ProcessResult macros = run_process(with({"-march=native", "-dM", "-E", "-x", "c++", "/dev/null"}), "/", limit);
   if (macros.end != ProcessResult::End::exited || macros.code != 0)
     host_failure("the C++ compiler " + tool.text() + " " + describe(macros, limit));

@@ -1,10 +1,9 @@
-// The host's C++ compiler: the source of a plan in, a loaded shared library out.
+// Compiles the source of a plan with the host's C++ compiler and loads the shared library.
 //
-// The compiler is run with a vector of arguments (no shell) in a folder of its own under the system's folder for
-// temporary files, which holds the source and copies of the kernel headers: what was hashed is what is compiled. It is
-// killed, with all that it started, when it takes longer than the limit. Results are kept by KernelCache, under a key
-// that holds source, headers, options, the compiler's version and what `-march=native` means here. Only bytes whose
-// hash was checked are loaded, from memory (memfd), so that nobody can exchange the file in between.
+// The compiler runs without a shell in its own temporary folder, which holds the source and copies of the kernel
+// headers, so what was hashed is compiled. Past the time limit it is killed with its children. KernelCache keeps
+// results under a key of source, headers, options, compiler version and the meaning of `-march=native`. Only bytes with
+// a verified hash are loaded, from memory (memfd), so no file can be exchanged in between.
 #pragma once
 
 #include <chrono>
@@ -20,15 +19,15 @@
 
 namespace ark::jit {
 
-// A shared library in memory; closed with the object.
+// A shared library in memory, closed with the object.
 class LoadedLibrary {
  public:
-  // Throws Error(system).
+  // Throws Error(system) or Error(compile_failed).
   explicit LoadedLibrary(const std::vector<uint8_t>& bytes);
   ~LoadedLibrary();
   LoadedLibrary(LoadedLibrary&& other) noexcept;
   LoadedLibrary& operator=(LoadedLibrary&&) = delete;
-  // Throws Error(system) where there is none of that name.
+  // Throws Error(compile_failed) if there is no such symbol.
   void* symbol(const char* name) const;
 
  private:
@@ -45,24 +44,24 @@ class HostCompiler {
     std::string compiler;  // "g++ (Debian 12.2.0-14) 12.2.0"
   };
 
-  // Nothing is run yet. `lock_wait` must not be shorter than `limit`: the holder of the lock compiles.
+  // Runs nothing yet. The cache's lock wait exceeds `limit`, because the lock holder compiles.
   explicit HostCompiler(Settings settings, std::chrono::milliseconds limit = std::chrono::seconds(300));
 
-  // From the cache, or compiled. Throws Error(system) with the compiler's first error. Any thread may call.
-  // `afresh`: compiled even where the cache has it.
+  // Returns the library from the cache or compiles it. Throws Error(compile_failed) with the compiler's first error.
+  // Thread-safe. `afresh`: compile even if it is cached.
   Result library(const std::string& source, bool afresh = false);
 
-  // What library() keeps the source's result under: it changes with all that the result depends on. Throws as it does.
+  // The cache key of library()'s result, which covers everything that the result depends on. Throws as library() does.
   std::string key(const std::string& source);
   KernelCache& cache() { return cache_; }
 
-  // Its path and version. Throws Error(system) where there is none that works.
+  // Path and version of the compiler. Throws Error(compile_failed) if none works.
   std::string compiler();
   static std::vector<std::string> default_options();
 
  private:
   struct Tool {
-    std::vector<std::string> command;  // the program's path, and what CXX has behind it
+    std::vector<std::string> command;  // the program's path and CXX's further words
     std::string version, machine;
     std::string text() const;
   };
@@ -75,7 +74,7 @@ class HostCompiler {
   const Settings settings_;
   const std::chrono::milliseconds limit_;
   KernelCache cache_;
-  std::mutex mutex_;  // guards the two below while they are made
+  std::mutex mutex_;  // guards the creation of the two below
   std::optional<Tool> tool_;
   std::optional<std::vector<Header>> headers_;
 };

@@ -1,4 +1,4 @@
-// Compiling, loading and launching behind kernel.hpp.
+// Compiles, loads and launches kernels.
 #include "jit/kernel.hpp"
 
 #include <exception>
@@ -24,14 +24,14 @@ Target target_of(int major, int minor, const std::string& device_name) {
                 context);
   }
   Target target{major, minor, "sm_" + std::to_string(major * 10 + minor)};
-  // The architecture's own instructions (wgmma, tcgen05), which the plain name leaves out.
+  // Adds the architecture-specific instructions (wgmma, tcgen05), which the plain name excludes.
   if (target.arch == "sm_90" || target.arch == "sm_100") target.arch += 'a';
   return target;
 }
 
 struct KernelLibrary::Impl {
   struct Module {
-    std::mutex mutex;  // held while the stub is compiled and loaded; other stubs go on
+    std::mutex mutex;  // held while the stub is compiled and loaded; other stubs proceed
     CUmodule module = nullptr;
     bool from_cache = false;
     std::map<std::string, Kernel> kernels;  // by entry; nodes do not move
@@ -51,7 +51,7 @@ struct KernelLibrary::Impl {
     return modules[stub];
   }
 
-  // On the loading thread.
+  // Runs on the loading thread.
   void load(Module& module, const std::string& stub, const std::string& entry, bool fuse, bool may_spill) {
     const RelaxedCapture relaxed;
     const CurrentContext context(device);
@@ -96,7 +96,7 @@ struct KernelLibrary::Impl {
   int multiprocessors = 0;
   int64_t cache_bytes = 0;
   int shared_optin = 0;
-  std::mutex mutex;  // guards the map alone
+  std::mutex mutex;  // guards only the map
   std::map<std::string, Module> modules;
 };
 
@@ -106,8 +106,8 @@ KernelLibrary::~KernelLibrary() = default;
 
 KernelLibrary& KernelLibrary::of(int device) {
   static std::mutex mutex;
-  static auto* libraries = new std::map<int, std::unique_ptr<KernelLibrary>>;  // kernels may run while we exit
-  jit::ensure_configured();  // an operator without a group may be the first
+  static auto* libraries = new std::map<int, std::unique_ptr<KernelLibrary>>;  // kernels may run during exit
+  jit::ensure_configured();  // an operator without a group may be the first user
   {
     const std::lock_guard lock(mutex);
     if (const auto known = libraries->find(device); known != libraries->end()) return *known->second;

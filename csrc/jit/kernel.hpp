@@ -1,14 +1,11 @@
-// From a stub to a launched kernel.
-//
-// A kernel is a readable header in ark_torch/kernels/cuda; a stub of a few lines instantiates it under a plain name:
+// From a stub to a launched kernel. A kernel is a header in ark_torch/kernels/cuda; a stub instantiates it under a
+// plain name:
 //   #include "cuda/probe.cuh"
 //   extern "C" __global__ void fill(const __grid_constant__ ark::ProbeFill p) { ark::probe_fill<4>(p); }
-// One stub is one compilation and may hold several entries. It takes exactly one parameter, a struct that host and
-// device know alike; launch() compares its size with the kernel's own.
-//
-// Loading is eager (a kernel that spins on a flag deadlocks when another still has to be loaded), happens once for each
-// device and process, and on a thread of its own in relaxed capture mode: whoever asks may be capturing a graph, which
-// neither breaks nor records it. Kernels live as long as the process. All functions may be called from any thread.
+// A stub is one compilation and may hold several entries. A kernel takes one parameter, a struct that host and device
+// share; launch() checks its size. Loading is eager, because a kernel that spins on a flag deadlocks if another one
+// must still be loaded. It happens once per device and process, on its own thread in relaxed capture mode, since the
+// caller may be capturing a graph. Kernels live as long as the process. All functions are thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -26,36 +23,36 @@ struct Kernel {
   CUfunction function = nullptr;
   std::string entry;
   int device = -1;
-  int registers = 0;           // a thread
-  int static_shared = 0;       // bytes a block
-  int local = 0;               // bytes a thread: spills and arrays
-  int max_threads = 0;         // a block
-  int max_dynamic_shared = 0;  // bytes a block; already allowed, launch() needs no further call
+  int registers = 0;           // per thread
+  int static_shared = 0;       // bytes per block
+  int local = 0;               // bytes per thread: spills and arrays
+  int max_threads = 0;         // per block
+  int max_dynamic_shared = 0;  // bytes per block; already allowed, launch() needs no further call
   size_t param_bytes = 0;      // size of the parameter struct
-  bool can_overlap = false;    // the device knows programmatic dependent launch
-  bool from_cache = false;     // on disk, or prebuilt; else compiled in this process
+  bool can_overlap = false;    // the device supports programmatic dependent launch
+  bool from_cache = false;     // from disk or prebuilt; otherwise compiled in this process
 };
 
 struct Dim3 {
   unsigned x = 1, y = 1, z = 1;
 };
 
-// What a device is to the compiler.
+// A device as the compiler sees it.
 struct Target {
   int major = 0, minor = 0;
   std::string arch;  // "sm_90a"
 };
 
-// 9.0 -> sm_90a, 10.0 -> sm_100a, 12.0 -> sm_120, else sm_XY; below 8.0: Error naming the device.
+// 9.0 -> sm_90a, 10.0 -> sm_100a, 12.0 -> sm_120, else sm_XY. Below 8.0: throws an Error that names the device.
 Target target_of(int major, int minor, const std::string& device_name);
 
 class KernelLibrary {
  public:
-  // The library of a device, made with settings() at first use.
+  // A device's library, created with settings() at first use.
   static KernelLibrary& of(int device);
 
-  // Compiled or from the cache, loaded, kept. The reference stays valid. Errors are not remembered. `fuse` and
-  // `may_spill`: as in Source; the same with every call for a stub.
+  // Compiles the kernel or takes it from the cache, loads and keeps it. The reference stays valid. Errors are not
+  // cached. `fuse` and `may_spill`: as in Source, and equal in every call for a stub.
   const Kernel& get(const std::string& stub, const char* entry, bool fuse = false, bool may_spill = true);
 
   const Target& target() const;
@@ -71,18 +68,20 @@ class KernelLibrary {
   std::unique_ptr<Impl> impl_;
 };
 
-// How many blocks of this shape are resident at once on the whole device: the bound for grids that spin.
+// The number of blocks of this shape that are resident at once on the device: the limit for grids that spin.
 int resident_blocks(const Kernel& kernel, int threads, size_t dynamic_shared_bytes);
 
 enum class LaunchMode {
   plain,
-  cooperative,  // all blocks are resident at once, or the launch is an error; of the priority of a usual stream,
-                // whatever its stream's, so that of two such kernels neither comes between the blocks of the other
-  overlapped,   // may start while the kernel before it on the stream ends; it waits for that itself (begin_kernel() in
-                // cuda/packet.cuh). Programmatic dependent launch, from compute capability 9.0; plain before that.
+  // All blocks are resident at once, or the launch fails. It always has a default stream's priority, so that of two
+  // such kernels neither runs between the blocks of the other.
+  cooperative,
+  // May start while the previous kernel on the stream ends; it waits for that itself (begin_kernel() in
+  // cuda/packet.cuh). Programmatic dependent launch, from compute capability 9.0 on; plain before that.
+  overlapped,
 };
 
-// Asynchronous on `stream`, capturable. `params` is the kernel's one struct.
+// Asynchronous on `stream`, and capturable. `params` is the kernel's single struct.
 void launch(const Kernel& kernel, Dim3 grid, Dim3 block, size_t dynamic_shared_bytes, CUstream stream,
             const void* params, size_t bytes, LaunchMode mode);
 

@@ -1,4 +1,4 @@
-// File operations behind kernel_cache.hpp, all relative to the one descriptor of the checked folder.
+// File operations of the cache, all relative to the descriptor of the checked folder.
 #include "jit/kernel_cache.hpp"
 
 #include <fcntl.h>
@@ -22,9 +22,9 @@ std::string with_reason(const std::string& what) {
   return what + ": " + std::strerror(errno);
 }
 
-// The folder, made where missing and checked; invalid with the reason in `why_not`.
+// Opens the folder, created if missing, and checks it. On failure returns an invalid descriptor and sets `why_not`.
 UniqueFd open_folder(const std::string& name, std::string& why_not) {
-  // Without "/" or "/." at the end, behind which O_NOFOLLOW would follow a link.
+  // Strip a trailing "/" or "/.", with which O_NOFOLLOW would follow a link.
   std::filesystem::path path = std::filesystem::path(name).lexically_normal();
   if (!path.has_filename()) path = path.parent_path();
   std::filesystem::path part;
@@ -121,7 +121,7 @@ UniqueFd KernelCache::lock(const std::string& key) {
     complain(with_reason("cannot write to it"));
     return {};
   }
-  // Bounded: the holder may be stopped. It holds the lock while it compiles, about a second.
+  // Bounded, because the holder may be stopped. It holds the lock while it compiles, about a second.
   const auto deadline = std::chrono::steady_clock::now() + lock_wait_;
   auto pause = std::chrono::milliseconds(1);
   while (::flock(fd.get(), LOCK_EX | LOCK_NB) != 0) {

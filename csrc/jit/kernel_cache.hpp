@@ -1,13 +1,10 @@
-// Compiled kernels on disk, shared by all processes of a user.
+// Compiled kernels on disk, shared by all processes of a user. The key covers everything that a result depends on, so
+// nothing is ever invalidated.
 //
-// For each key three files lie side by side (kernel_files.hpp), written by the one process that holds <key>.lock
-// (flock: a dead holder lets go of it). A cubin is used only when its hash is the one in the meta file: anything cut
-// short or altered is compiled again. The key holds everything that the result depends on, so nothing is ever
-// invalidated.
-//
-// The folder must be ours alone to write: 0700 when made here; a link, a foreign owner or a mode that lets others write
-// is not used. Then, and with a read-only or full disk, or when the holder of the lock does not finish, kernels are
-// compiled in memory and one line says so: a cache is no reason to fail.
+// Each key has three files (kernel_files.hpp), written by the process that holds <key>.lock (flock, which a dead holder
+// releases). A cubin is used only if its hash matches the meta file; otherwise it is compiled again. Only this user may
+// write to the folder: links, foreign owners and writable modes are rejected. Then, or if the disk is full or read-only
+// or the lock holder does not finish, kernels are compiled in memory and one line says so.
 #pragma once
 
 #include <atomic>
@@ -39,17 +36,17 @@ class KernelCache {
   using Log = std::function<void(const std::string&)>;
   using Compile = std::function<Compiled()>;
 
-  // An empty folder name: nothing is stored. Never throws for what is wrong with the folder.
+  // An empty folder name: nothing is stored. Never throws for a bad folder.
   KernelCache(std::string folder, Log log, std::chrono::milliseconds lock_wait = std::chrono::seconds(60));
 
-  // From the folder, or compiled; `afresh`: compiled in any case, and what the folder has is replaced. Throws only what
-  // `compile` throws. Any number of threads and processes may call.
+  // Returns the kernel from the folder or compiles it. `afresh`: always compile and replace what is stored. Only throws
+  // what `compile` throws. Any number of threads and processes may call it.
   CachedKernel get(const std::string& key, const std::string& version, const std::string& compiler,
                    const Source& source, const Compile& compile, bool afresh = false);
 
-  // A small file of text beside the kernels: what the folder has, where `whole` says that it is as it was written, or
-  // else what `make` says, which one process does while the others wait for it. Nothing where nothing can be kept.
-  // Throws only what `make` throws.
+  // A small text file beside the kernels. Returns the stored text if `whole` accepts it, else the result of `make`,
+  // which one process runs while the others wait. Returns nothing if nothing can be stored. Only throws what `make`
+  // throws.
   std::optional<std::string> text(const std::string& name, const std::function<bool(const std::string&)>& whole,
                                   const std::function<std::string()>& make);
 

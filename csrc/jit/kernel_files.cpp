@@ -1,4 +1,4 @@
-// Reading, checking and writing the files of kernel_files.hpp.
+// Reads, checks and writes the files of kernel_files.hpp.
 #include "jit/kernel_files.hpp"
 
 #include <fcntl.h>
@@ -67,7 +67,7 @@ std::string cache_key(const std::string& version, const std::string& compiler, c
   return hash.hex_digest();
 }
 
-// A whole regular file; nothing when there is none, or something else in its place.
+// Reads a regular file; returns nothing if there is none or it is something else.
 std::optional<std::string> read_file(int folder, const std::string& name, FileOwner owner) {
   const UniqueFd fd(::openat(folder, name.c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK));
   struct stat status {};
@@ -85,7 +85,7 @@ std::optional<std::string> read_file(int folder, const std::string& name, FileOw
   return text;
 }
 
-// What lies under the other name was left by a writer that died.
+// A leftover under the temporary name comes from a writer that died.
 bool write_file(int folder, const std::string& name, const void* data, size_t bytes) {
   const std::string unfinished = name + ".part";
   ::unlinkat(folder, unfinished.c_str(), 0);
@@ -127,7 +127,7 @@ bool load_kernel(int folder, const std::string& key, FileOwner owner, std::vecto
 bool store_kernel(int folder, const std::string& key, const std::string& version, const std::string& compiler,
                   const Source& source, const Compiled& compiled) {
   const std::string meta = meta_of(key, version, compiler, source, compiled);
-  // A half-replaced entry must never look whole: the old cubin goes first, the new one comes last.
+  // A half-replaced entry must never look complete, so delete the old cubin first and write the new one last.
   const std::string binary = key + binary_suffix(source.language);
   return (::unlinkat(folder, binary.c_str(), 0) == 0 || errno == ENOENT) &&
          write_file(folder, key + source_suffix(source.language), source.stub.data(), source.stub.size()) &&

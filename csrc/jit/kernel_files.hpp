@@ -1,9 +1,9 @@
-// A compiled kernel as files: what the cache of a user and the kernels that a wheel brings are made of.
+// The files of a compiled kernel, in a user's cache or in a wheel.
 //
-// For each key three files lie side by side, so that what ran can be read: <key>.cu (the stub), <key>.meta.json
-// (versions, options, registers, SHA-256 of the binary) and <key>.cubin; <key>.cpp and <key>.so for a plan on the CPU.
-// They are written under other names, created anew (O_EXCL, O_NOFOLLOW), and renamed, the cubin last: a half-written
-// kernel never looks whole. A cubin is used only when its hash is the one in the meta file.
+// Each key has three readable files: <key>.cu (the stub), <key>.meta.json (versions, options, registers, SHA-256 of the
+// binary) and <key>.cubin; for a CPU plan <key>.cpp and <key>.so. They are created under temporary names (O_EXCL,
+// O_NOFOLLOW) and renamed, the cubin last, so a half-written kernel never looks complete. A cubin is used only if its
+// hash matches the meta file.
 #pragma once
 
 #include <cstdint>
@@ -21,23 +21,23 @@ std::string cache_key(const std::string& version, const std::string& compiler, c
 
 enum class FileOwner : uint8_t {
   ours,    // the user's own, or not read
-  anyone,  // what lies beside the library itself is trusted as the library is
+  anyone,  // files beside the library are as trusted as the library
 };
 
 std::optional<std::string> read_file(int folder, const std::string& name, FileOwner owner);
 
-// The text of a string member of JSON that we wrote; empty: not there. None of ours needs an escape.
+// The text of a string member in JSON that we wrote (none of it needs escapes); empty if missing.
 std::string string_member(const std::string& json, const std::string& name);
 
-// False when there is none, or anything about it is not as it was stored.
+// Returns false if the kernel is missing or differs in any way from what was stored.
 bool load_kernel(int folder, const std::string& key, FileOwner owner, std::vector<uint8_t>& cubin,
                  Language language = Language::cuda);
 
-// Replaces what there is. False with errno. Only one at a time may call for a key.
+// Replaces any stored kernel. Returns false and sets errno on failure. Only one caller at a time per key.
 bool store_kernel(int folder, const std::string& key, const std::string& version, const std::string& compiler,
                   const Source& source, const Compiled& compiled);
 
-// Whole, or not at all: written under another name, then renamed. False with errno.
+// Writes the whole file or nothing, through a temporary name and a rename. Returns false and sets errno on failure.
 bool write_file(int folder, const std::string& name, const void* data, size_t bytes);
 
 }  // namespace ark::jit

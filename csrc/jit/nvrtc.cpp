@@ -1,4 +1,4 @@
-// Finding, opening and calling NVRTC.
+// Finds, opens and calls NVRTC.
 #include "jit/nvrtc.hpp"
 
 #include <algorithm>
@@ -29,7 +29,7 @@ bool starts_with(const std::string& text, const std::string& start) {
   return text.compare(0, start.size(), start) == 0;
 }
 
-// The generation in "libnvrtc.so.13", "libnvrtc.so.12.8.93" or "libnvrtc-0a1b2c3d.so.12"; 0: some other file.
+// The major version in "libnvrtc.so.13", "libnvrtc.so.12.8.93" or "libnvrtc-0a1b2c3d.so.12"; 0: another file.
 int major_of(const std::string& file) {
   if (!starts_with(file, kStem) || starts_with(file, kBuiltins)) return 0;
   const size_t so = file.find(".so.");
@@ -52,7 +52,8 @@ std::vector<std::string> files_of(const fs::path& folder) {
   return names;
 }
 
-// "libnvrtc-builtins.so.13.0" or "libnvrtc-builtins-0a1b2c3d.so.12.8" of that generation in the folder; empty: none.
+// The folder's "libnvrtc-builtins.so.13.0" or "libnvrtc-builtins-0a1b2c3d.so.12.8" of that major version; empty if
+// none.
 std::string builtins_in(const fs::path& folder, int major) {
   for (const std::string& name : files_of(folder)) {
     const size_t so = name.find(".so." + std::to_string(major) + ".");
@@ -63,7 +64,7 @@ std::string builtins_in(const fs::path& folder, int major) {
   return {};
 }
 
-// The libraries in a folder, the newest generation first; a plain "libnvrtc.so.13" before longer names.
+// Adds a folder's libraries, newest major version first, and a plain "libnvrtc.so.13" before longer names.
 void add_folder(std::vector<NvrtcCandidate>& all, const fs::path& folder, int only_major = 0) {
   std::vector<NvrtcCandidate> here;
   for (const std::string& name : files_of(folder)) {
@@ -123,7 +124,7 @@ struct Nvrtc::Api {
   int (*get_log_size)(Program program, size_t* bytes);
   int (*get_log)(Program program, char* log);
 
-  // The first symbol that is missing; nullptr: none.
+  // Returns the first missing symbol, or nullptr.
   const char* resolve(const LibraryOpener& opener, void* library) {
     const char* missing = nullptr;
     auto one = [&](auto& member, const char* symbol) {
@@ -153,7 +154,7 @@ Nvrtc Nvrtc::find(const Settings& settings, int driver_version, const LibraryOpe
   std::string tried;
   for (const NvrtcCandidate& candidate : nvrtc_candidates(settings, driver_version)) {
     std::string why_not;
-    if (!candidate.builtins.empty()) opener.open(candidate.builtins, why_not);  // its lack shows when compiling
+    if (!candidate.builtins.empty()) opener.open(candidate.builtins, why_not);  // if missing, compiling fails
     void* library = opener.open(candidate.library, why_not);
     auto api = std::make_shared<Api>();
     if (library != nullptr) {

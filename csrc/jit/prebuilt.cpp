@@ -1,4 +1,4 @@
-// Finding and storing behind prebuilt.hpp.
+// Finds and stores prebuilt kernels.
 #include "jit/prebuilt.hpp"
 
 #include <fcntl.h>
@@ -17,7 +17,7 @@ UniqueFd open_folder(const std::string& folder) {
   return UniqueFd(folder.empty() ? -1 : ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
 }
 
-// Without line information: profilers have the headers, and a wheel half the bytes.
+// Without line information: profilers have the headers, and the wheel is half as large.
 Source prebuilt_source(const std::string& stub, const std::string& arch) {
   Source source{stub, arch, {}};
   source.line_info = false;

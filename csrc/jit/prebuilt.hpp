@@ -1,9 +1,9 @@
-// Kernels that the wheel brings, compiled by nvcc when it was built (ARK_AOT=1): neither NVRTC nor a first-use compile.
+// Kernels in the wheel, compiled by nvcc at build time (ARK_AOT=1), which need neither NVRTC nor a first-use compile.
 //
-// The folder ark_torch/prebuilt holds the files of kernel_files.hpp and index.json, which names the compiler. A kernel
-// is found by the same kind of key as in the cache, over the headers that lie there now: edited headers, other options
-// or another architecture find nothing, and NVRTC compiles as always. The folder is as trusted as the library beside
-// it, whoever owns it; each cubin's hash is still verified. Read-only here; store_prebuilt() is what the build calls.
+// The folder ark_torch/prebuilt holds the files of kernel_files.hpp and index.json, which names the compiler. The key
+// works as in the cache, over the current headers: edited headers, other options or another architecture find nothing,
+// and NVRTC compiles. The folder is as trusted as the library beside it, whoever owns it, but cubin hashes are still
+// verified. Only the build writes to it, with store_prebuilt().
 #pragma once
 
 #include <optional>
@@ -17,8 +17,8 @@ namespace ark::jit {
 
 class PrebuiltKernels {
  public:
-  // An empty name, or a folder without an index: there are none. driver_version 0: for no driver here; a driver of an
-  // older generation than the compiler loads none of its cubins, so there are none for it.
+  // An empty name or a folder without an index: no kernels. A driver older than the compiler's major version cannot
+  // load its cubins, so it gets none. driver_version 0: there is no driver.
   PrebuiltKernels(const std::string& folder, int driver_version);
 
   bool any() const { return static_cast<bool>(folder_fd_); }
@@ -32,10 +32,10 @@ class PrebuiltKernels {
   std::string compiler_;
 };
 
-// What nvcc must be told for a stub, but input, output and includes.
+// nvcc's options for a stub, without input, output and includes.
 std::vector<std::string> prebuilt_options(const std::string& arch);
 
-// Puts a kernel into the folder, which must be there; `log`: what ptxas said. Throws Error(system).
+// Stores a kernel in the existing folder; `log`: ptxas's output. Throws Error(system).
 void store_prebuilt(const std::string& folder, const std::string& version, const std::string& compiler,
                     const std::string& stub, const std::string& arch, std::vector<uint8_t> cubin,
                     const std::string& log, const std::vector<Header>& headers);

@@ -1,4 +1,4 @@
-// The run behind probe.hpp.
+// Runs the probe.
 #include "jit/probe.hpp"
 
 #include <algorithm>
@@ -16,7 +16,7 @@ namespace {
 constexpr uint32 kSeed = 12345;
 constexpr int kThreads = 256;
 
-// What the probe holds, given back whatever happens.
+// The probe's resources, freed on every path.
 struct Held {
   CUdeviceptr data = 0, sum = 0;
   CUstream stream = nullptr;
@@ -69,7 +69,7 @@ ProbeResult probe_device(int device, size_t bytes) {
     check(cuda.event_record(held.events[0], held.stream), "cuEventRecord");
     launch(fill, grid, {kThreads}, 0, held.stream, fill_params);
     check(cuda.event_record(held.events[1], held.stream), "cuEventRecord");
-    launch(sum, grid, {kThreads}, 0, held.stream, sum_params, LaunchMode::cooperative);  // to see that it works
+    launch(sum, grid, {kThreads}, 0, held.stream, sum_params, LaunchMode::cooperative);  // tests this mode
     check(cuda.event_record(held.events[2], held.stream), "cuEventRecord");
   }
   uint64 found[2] = {};

@@ -1,7 +1,7 @@
-// One run of a known kernel on a device: does compiling, loading, launching and reading back work, end to end?
+// Runs a known kernel on a device to check that compiling, loading, launching and reading back work end to end.
 //
-// For the doctor and the tests with GPUs. It uses memory and a stream of its own and waits for both; in relaxed capture
-// mode, so that it may be called while a graph is captured, of which it becomes no part.
+// Used by the doctor and the GPU tests. It waits for its own memory and stream. Relaxed capture mode allows calls while
+// a graph is captured; the probe does not become part of the graph.
 #pragma once
 
 #include <cstddef>
@@ -15,13 +15,13 @@ std::string probe_stub();
 struct ProbeResult {
   std::string device;  // its name
   std::string arch;
-  double load_seconds = 0;  // compile or cache, and load; 0.0 when loaded before
+  double load_seconds = 0;  // compile or cache lookup, and load; 0.0 if already loaded
   double fill_gb_per_s = 0;
   double sum_gb_per_s = 0;
   int registers = 0;  // of sum
 };
 
-// Throws Error(system) when anything fails, or the sum is wrong. `bytes` is rounded up to 16.
+// Throws Error(system) if anything fails or the sum is wrong. `bytes` is rounded up to 16.
 ProbeResult probe_device(int device, size_t bytes);
 
 }  // namespace ark::jit

@@ -1,4 +1,4 @@
-// Reading headers and ptxas's report.
+// Reads headers and ptxas's report.
 #include "jit/source.hpp"
 
 #include <algorithm>
@@ -37,10 +37,10 @@ std::vector<Header> read_headers(const std::string& folder) {
 }
 
 std::vector<std::string> all_options(const Source& source) {
-  if (source.language == Language::cpp) return source.options;  // host_compiler.cpp
-  // -v: registers and spills into the log. No fast math of any kind: results equal the CPU's, bit for bit. fmad=false:
-  // a fused multiply-add would round once where the CPU rounds twice; kernels that want one say so, and sources whose
-  // results need not be the CPU's.
+  if (source.language == Language::cpp) return source.options;  // see host_compiler.cpp
+  // -v puts registers and spills into the log. No fast math, because results equal the CPU's bit for bit. fmad=false,
+  // because a fused multiply-add rounds once where the CPU rounds twice; kernels request it explicitly, and so do
+  // sources that need not match the CPU.
   std::vector<std::string> options = {"--gpu-architecture=" + source.arch, "--std=c++20",
                                       source.fuse ? "--fmad=true" : "--fmad=false", "--ptxas-options=-v"};
   if (source.line_info) options.push_back("-lineinfo");
@@ -50,7 +50,7 @@ std::vector<std::string> all_options(const Source& source) {
 
 namespace {
 
-// The number that stands before `unit` in a line like "ptxas info : Used 32 registers, 48 bytes smem"; 0: none.
+// The number before `unit` in a line like "ptxas info : Used 32 registers, 48 bytes smem"; 0: none.
 int number_before(const std::string& line, const char* unit) {
   size_t at = line.find(unit);
   if (at == std::string::npos) return 0;
@@ -73,7 +73,7 @@ std::vector<Resources> parse_resources(const std::string& log) {
   std::vector<Resources> all;
   std::istringstream lines(log);
   std::string function;
-  bool in_order = false;  // said before the kernel is named
+  bool in_order = false;  // reported before the kernel is named
   for (std::string line; std::getline(lines, line);) {
     if (const size_t at = line.find(kEntry); at != std::string::npos) {
       const size_t begin = at + std::strlen(kEntry);

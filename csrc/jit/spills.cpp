@@ -1,4 +1,4 @@
-// See spills.hpp.
+// Implements spills.hpp.
 #include "jit/spills.hpp"
 
 #include <sstream>
@@ -10,7 +10,7 @@ namespace ark::jit {
 
 namespace {
 
-// A function of the stub by its name as the assembler says it: "rows_3 (rms_norm: layers.0.n1)".
+// Describes a function of the stub, given its mangled name: "rows_3 (rms_norm: layers.0.n1)".
 std::string named(const std::string& stub, const std::string& mangled) {
   std::istringstream lines(stub);
   std::string comment;

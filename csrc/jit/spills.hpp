@@ -1,6 +1,5 @@
-// A function that needs more registers than a thread can have keeps some of them in memory ("spills"): it works,
-// slowly. A kernel that must not do so is refused when it is compiled, before it is kept, with the name of the
-// function.
+// Refuses register spills: a function that needs more registers than a thread has keeps some in memory and becomes
+// slow. Kernels that must not spill are refused at compilation, before they are cached, with the function's name.
 #pragma once
 
 #include <vector>
@@ -9,8 +8,8 @@
 
 namespace ark::jit {
 
-// Throws Error(invalid_argument) for a function that does, if the source may not: its name, and what the lines of
-// comment above it in the stub say.
+// Throws Error(invalid_argument) if a function spills and the source does not allow it. The error holds its name and
+// the comment lines above it in the stub.
 void refuse_spills(const Source& source, const std::vector<Resources>& resources);
 
 }  // namespace ark::jit

@@ -1,4 +1,4 @@
-// The arguments of embedding_bag_all_to_all on CPU tensors, as the loops of pooling.hpp take them.
+// Converts the arguments of embedding_bag_all_to_all on CPU tensors for the loops of pooling.hpp.
 #pragma once
 
 #include "ops/embedding_bag.hpp"
@@ -6,7 +6,7 @@
 
 namespace ark::ops {
 
-inline constexpr int64_t kGrain = 16;  // rows that a thread takes at least
+inline constexpr int64_t kGrain = 16;  // fewest rows per thread
 
 template <class T, class I>
 Bags<T, I> typed_bags(const BagArguments& bags, size_t t) {
@@ -22,7 +22,7 @@ Bags<T, I> typed_bags(const BagArguments& bags, size_t t) {
           bags.last_offset};
 }
 
-// body(T{}, I{}) for the types of these tables and indices.
+// Calls body(T{}, I{}) with the types of these tables and indices.
 template <class Body>
 void with_types(at::ScalarType type, const BagArguments& bags, Body&& body) {
   const bool narrow = !bags.indices.empty() && bags.indices[0].scalar_type() == at::kInt;

@@ -1,4 +1,4 @@
-// Checks, what ranks tell each other, and the exchange. See the header.
+// Checks, agreement between ranks, and the exchange.
 #include "ops/compressed.hpp"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -72,7 +72,7 @@ Prepared prepared(const CallSite& site, const CompressedCall& call, Collective c
   return {coding, std::move(segments)};
 }
 
-// The one number of all segments, or what tells lists apart.
+// The value shared by all segments; for different values the largest, which still tells lists apart.
 int64_t common(const std::vector<int64_t>& numbers) {
   return numbers.empty() ? 0 : *std::max_element(numbers.begin(), numbers.end());
 }
@@ -104,7 +104,7 @@ std::vector<Field> fields_of(const CompressedCall& call, Collective collective) 
           {"op (0: sum, 1: avg)", call.op == "avg"}};
 }
 
-// Parts one behind the other.
+// Places the parts one after the other.
 std::vector<PlacedPart> placed(const std::vector<Part>& parts) {
   std::vector<PlacedPart> all;
   uint64_t at = 0;
@@ -124,7 +124,7 @@ at::Tensor bytes(uint64_t count, const at::Tensor& like) {
   return at::empty({static_cast<int64_t>(count)}, like.options().dtype(at::kByte));
 }
 
-// What every rank has quantised of this rank's part, in rank order.
+// Exchanges codes and returns every rank's codes of this rank's part, in rank order.
 at::Tensor exchanged(ProcessGroupArk& group, const std::vector<Part>& parts, at::Tensor& codes) {
   const uint64_t mine = parts[static_cast<size_t>(group.getRank())].bytes;
   std::vector<int64_t> sent, received(parts.size(), static_cast<int64_t>(mine));
@@ -152,7 +152,7 @@ at::Tensor quantised(const Coding& coding, const std::vector<Part>& parts, const
   return codes;
 }
 
-// By kernels that send as they quantise, where there are any.
+// Uses kernels that send while they quantise, if available.
 bool fused(const CompressedCall& call, const Prepared& ready, ProcessGroupArk& group, Collective collective,
            const std::vector<Part>& parts, const Part* own, at::Tensor& out) {
   if (!call.input.is_cuda() || group.getSize() == 1) return false;
@@ -174,7 +174,7 @@ at::Tensor all_reduce(const CompressedCall& call, const Prepared& ready, Process
   if (fused(call, ready, group, Collective::all_reduce, parts, nullptr, out)) return out;
   at::Tensor codes = quantised(ready.coding, parts, call.input, residual);
   at::Tensor received = exchanged(group, parts, codes);
-  // Parts differ in bytes; an all_gather's pieces do not.
+  // Parts differ in size, but an all_gather needs equal pieces.
   uint64_t most = 0;
   for (const Part& part : parts) most = std::max(most, part.bytes);
   at::Tensor own = bytes(most, call.input);

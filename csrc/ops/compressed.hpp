@@ -1,15 +1,8 @@
-// Collectives whose bytes are quantised: torch.ops.ark.compressed_*, and the quantiser alone.
+// Collectives with quantised data: torch.ops.ark.compressed_*, and the quantiser alone.
 //
-// Scatter-reduce-allgather: every rank quantises what belongs to each part's owner (collectives/compressed/layout.hpp),
-// an all_to_all brings the records to the owners, an owner dequantises them, adds in float32 in rank order, divides for
-// an average and quantises the sum, an all_gather brings the sums to everybody. A reduce-scatter is its first half, an
-// all-gather its second. Bytes travel by the group's own exact all_to_all and all_gather, so whatever carries the group
-// carries these; GPUs that share memory store records where they are needed (compressed_fused.cpp). Every rank gets the
-// same bits, this rank's own part included.
-//
-// A rank's residual is added before the first quantisation; behind it stands there what that one lost and, in the part
-// that the rank owns, what the sum's lost (times the ranks for an average), so nothing is lost over time. A group of
-// one rank sends nothing: it is exact.
+// The group's own exact all_to_all and all_gather carry the bytes, so any carrier works. On GPUs that share memory,
+// kernels store records where they are needed (compressed_fused.cpp). Every rank gets the same bits, including for its
+// own part. A group of one rank sends nothing and is exact.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -29,10 +22,17 @@ struct QuantizerSettings {
   int64_t seed = 0;
 };
 
+// Scatter-reduce-allgather: every rank quantises each part for its owner (collectives/compressed/layout.hpp), and an
+// all_to_all delivers the records. The owner dequantises them, adds in float32 in rank order, divides for an average
+// and quantises the sum. An all_gather distributes the sums. A reduce_scatter is the first half, an all_gather the
+// second.
+//
+// A residual is added before the first quantisation and then holds that quantisation's error. In the rank's own part it
+// also holds the sum's error (times the number of ranks for an average), so no error is lost over time.
 struct CompressedCall {
   at::Tensor input;
   std::optional<at::Tensor> residual;
-  std::vector<int64_t> numel, bits, bucket;  // of each segment
+  std::vector<int64_t> numel, bits, bucket;  // per segment
   QuantizerSettings settings;
   std::string op, group;
 };
@@ -52,7 +52,7 @@ struct Coding {
   uint32_t element_bytes;
 };
 
-// A part's records begin at `begin` of a buffer of bytes.
+// A part whose records begin at `begin` of a byte buffer.
 struct PlacedPart {
   const compressed::Part* part;
   uint64_t begin;
@@ -60,21 +60,21 @@ struct PlacedPart {
 
 // The steps, on the CPU and on CUDA's current stream.
 //
-// Quantises `input`; `residual`: null, or float32 of its shape.
+// Quantises `input`. `residual`: null, or float32 with its shape.
 void encode_parts(const Coding& coding, const std::vector<PlacedPart>& parts, const at::Tensor& input,
                   const at::Tensor* residual, at::Tensor& codes);
 void decode_parts(const Coding& coding, const std::vector<PlacedPart>& parts, const at::Tensor& codes,
                   at::Tensor& output);
-// Adds what ranks have sent of a part, one part behind the other, in rank order.
+// Adds all ranks' records of a part, which follow one another, in rank order.
 struct PartSum {
   const compressed::Part* part;
   const at::Tensor* received;
   int ranks;
   bool average;
 };
-// Quantised again; what that loses is added to `residual`.
+// Quantises the sum again and adds the error to `residual`.
 void reduce_part(const Coding& coding, const PartSum& sum, const at::Tensor* residual, at::Tensor& codes);
-// As elements; the part's first one comes first.
+// Writes the sum as elements, starting with the part's first.
 void reduce_part_to_elements(const Coding& coding, const PartSum& sum, at::Tensor& output);
 
 void encode_parts_cuda(const Coding& coding, const std::vector<PlacedPart>& parts, const at::Tensor& input,
@@ -84,15 +84,15 @@ void decode_parts_cuda(const Coding& coding, const std::vector<PlacedPart>& part
 void reduce_part_cuda(const Coding& coding, const PartSum& sum, const at::Tensor* residual, at::Tensor& codes);
 void reduce_part_to_elements_cuda(const Coding& coding, const PartSum& sum, at::Tensor& output);
 
-// The same collectives by kernels that store records where peers need them (compressed_fused.cpp). False, alike on all
-// ranks: ark does not carry the group's CUDA tensors, or there is no memory that its ranks share.
+// The same collectives by kernels that store records where peers need them (compressed_fused.cpp). Returns false on all
+// ranks if ark does not carry the group's CUDA tensors or the ranks share no memory.
 enum class FusedKind : uint8_t { all_reduce, reduce_scatter, all_gather };
 struct FusedCall {
   FusedKind kind;
   const char* name;
   const Coding& coding;
   const std::vector<compressed::Part>& parts;
-  const compressed::Part* own;  // all_gather: what this rank has, in its own elements
+  const compressed::Part* own;  // all_gather: this rank's part, relative to its own elements
   const at::Tensor& input;
   const at::Tensor* residual;
   bool average;
@@ -100,7 +100,7 @@ struct FusedCall {
 };
 bool run_fused(const FusedCall& call, ProcessGroupArk& group, at::Tensor& out);
 
-// Checks of what compressed.cpp is given (compressed_checks.cpp); they throw Error.
+// Checks of the arguments (compressed_checks.cpp); they throw Error.
 void check_settings(const CallSite& site, const QuantizerSettings& settings);
 Coding coding_of(const CallSite& site, const QuantizerSettings& settings, at::ScalarType type, const char* argument);
 std::vector<compressed::Segment> segments_of(const CallSite& site, const std::vector<int64_t>& numel,

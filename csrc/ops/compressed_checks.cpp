@@ -1,4 +1,4 @@
-// What compressed collectives refuse, before a byte moves: the error names argument, value and remedy.
+// Checks of compressed collectives before a byte moves. Errors name the argument, the value and the remedy.
 #include "ops/compressed.hpp"
 
 namespace ark::ops {

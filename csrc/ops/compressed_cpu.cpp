@@ -1,4 +1,4 @@
-// The steps of compressed collectives on CPU tensors: buckets are shared out among PyTorch's threads.
+// The steps of compressed collectives on CPU tensors; PyTorch's threads share the buckets.
 #include <ATen/Parallel.h>
 
 #include "collectives/compressed/quantizer.hpp"
@@ -34,7 +34,7 @@ float* residual_of(const at::Tensor* residual) {
   return residual == nullptr ? nullptr : static_cast<float*>(residual->data_ptr());
 }
 
-// Calls finish(bucket, sums) for every bucket of the part, with what all ranks have sent of it added up.
+// Calls finish(bucket, sums) for every bucket of the part with the sums over all ranks.
 template <class Finish>
 void each_sum(const Coding& coding, const PartSum& sum, Finish&& finish) {
   const auto& kernels = kernels_of(coding);

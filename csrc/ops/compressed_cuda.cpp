@@ -1,4 +1,4 @@
-// The steps of compressed collectives on CUDA tensors of this GPU alone, on the current stream.
+// The steps of compressed collectives on this GPU's tensors only, on the current stream.
 #include "ops/compressed_launches.hpp"
 #include "ops/tile_result.hpp"
 #include "process_group/cuda/cuda_group.hpp"
@@ -38,7 +38,7 @@ void decode_parts_cuda(const Coding& coding, const std::vector<PlacedPart>& part
                        at::Tensor& output) {
   const c10::Device device = output.device();
   device::CodeParams params = code_params(coding);
-  params.input = codes.const_data_ptr(), params.output = output.mutable_data_ptr();  // the sums of one rank
+  params.input = codes.const_data_ptr(), params.output = output.mutable_data_ptr();  // sums over a single rank
   CodeLaunches launches(coding, "compressed_sum", device, params, current_cuda_stream(device));
   for (const auto& [part, begin] : parts) launches.add(*part, begin);
   launches.launch();

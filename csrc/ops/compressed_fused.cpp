@@ -1,8 +1,9 @@
-// Compressed collectives whose kernels store records where peers need them: in memory for tiles, which all ranks of the
-// node have mapped (collectives/cuda/tile_memory.hpp).
+// Compressed collectives whose kernels store records where peers need them, in tile memory that all ranks of the node
+// map (collectives/cuda/tile_memory.hpp).
 //
-// Each step is an epoch of the group's tiles: when its kernels have ended, what peers stored for this rank is there.
-// All of it lies in the staging place: first what this rank's part gets from every rank, then what every rank gets.
+// Each step is an epoch of the group's tiles: once its kernels have ended, everything that peers stored for this rank
+// is there. The staging place holds first all ranks' records of this rank's part, then the records that every rank
+// gets.
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
@@ -18,12 +19,12 @@ namespace {
 
 using compressed::Part;
 
-// Memory for tiles that a call takes at most; larger ones go round by round.
+// Most tile memory per call. Larger calls go in several rounds.
 constexpr uint64_t kMostTileBytes = uint64_t{64} << 20;
 
 struct Round {
   std::vector<Part> parts;
-  Part own;           // all_gather: this rank's
+  Part own;           // all_gather: this rank's part
   uint64_t most = 0;  // bytes of the largest part
 
   uint64_t half() const { return parts.size() * most; }
@@ -65,7 +66,7 @@ class Steps {
 
   const TileMemory::Place& place() const { return place_; }
 
-  // Every part to its owner.
+  // Sends every part to its owner.
   void scatter(const Round& round) const {
     device::CodeParams params = sending(0, 1);
     params.input = call_.input.const_data_ptr(), params.residual = owed_of(call_.residual);
@@ -73,7 +74,7 @@ class Steps {
     for (int r = 0; r < size_; ++r) launches.add(round.parts[r], rank_ * round.parts[r].bytes, r);
     launches.launch();
   }
-  // The sums of this rank's part to everybody.
+  // Sends the sums of this rank's part to all ranks.
   void reduce(const Round& round) const {
     device::CodeParams params = sending(round.half(), 2);
     add_ranks(params, round);
@@ -84,7 +85,7 @@ class Steps {
     launches.add(round.parts[rank_], 0, device::kEveryRank);
     launches.launch();
   }
-  // This rank's elements to everybody.
+  // Sends this rank's elements to all ranks.
   void share(const Round& round) const {
     device::CodeParams params = sending(0, 3);
     params.input = call_.input.const_data_ptr();
@@ -93,7 +94,7 @@ class Steps {
     launches.add(round.own, 0, device::kEveryRank);
     launches.launch();
   }
-  // What everybody got to elements.
+  // Decodes what all ranks received to elements.
   void decode(const Round& round, uint64_t offset, at::Tensor& out) const {
     device::CodeParams params = code_params(call_.coding);
     params.input = place_.data + offset, params.output = out.mutable_data_ptr();
@@ -101,7 +102,7 @@ class Steps {
     for (int r = 0; r < size_; ++r) launches.add(round.parts[r], r * round.most);
     launches.launch();
   }
-  // The sums of this rank's part to elements.
+  // Writes the sums of this rank's part as elements.
   void sum(const Round& round, at::Tensor& out) const {
     if (round.parts[rank_].pieces.empty()) return;
     device::CodeParams params = code_params(call_.coding);
@@ -157,7 +158,7 @@ bool run_fused(const FusedCall& call, ProcessGroupArk& group, at::Tensor& out) {
     const Capture capture = capture_of(static_cast<CUstream>(operation.stream));
     const bool capturing = capture.id != 0;
     std::string why;
-    // Under capture ranks cannot meet: what there is has to do.
+    // During capture ranks cannot meet, so use the existing memory.
     TileMemory* const tiles = capturing ? communicator.known_tiles() : communicator.tiles(false, why);
     if (tiles == nullptr || (capturing && tiles->bytes() < bytes)) return;
     if (!tiles->reserve(communicator, bytes, capturing, why)) return;

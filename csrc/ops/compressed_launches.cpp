@@ -1,4 +1,4 @@
-// See the header.
+// Implements compressed_launches.hpp.
 #include "ops/compressed_launches.hpp"
 
 #include <algorithm>
@@ -29,7 +29,7 @@ void CodeLaunches::add(const compressed::Part& part, uint64_t begin, int rank) {
 }
 
 void CodeLaunches::launch() {
-  // Peers wait for this rank even where it has nothing for them.
+  // Peers wait for this rank even if it has nothing for them.
   if (launches_.empty() && params_.links.ranks > 1) launches_.push_back(params_);
   const CurrentContext context(device_.index());
   std::vector<const jit::Kernel*> kernels;
@@ -45,7 +45,7 @@ void CodeLaunches::launch() {
   }
 }
 
-// One kernel has one width of codes and one kind of team.
+// A kernel handles one code width and one kind of team.
 device::CodeParams& CodeLaunches::params_of(const quantize::Piece& piece) {
   for (device::CodeParams& params : launches_) {
     const quantize::Piece& known = params.piece[0].piece;
@@ -63,8 +63,8 @@ const jit::Kernel& CodeLaunches::kernel_of(const device::CodeParams& params) con
       .get(compressed_stub({coding_.dtype, coding_.rule.format, piece.bits, is_wide(piece)}, entry_), entry_);
 }
 
-// Buckets over blocks. Long runs where all multiprocessors have work without them; and where blocks wait for peers that
-// may share this GPU, so that all blocks have room at once.
+// Distributes buckets over blocks. Runs are long only if all multiprocessors have work anyway. Blocks that wait for
+// peers on a shared GPU are limited, so that all fit at once.
 unsigned CodeLaunches::cut(device::CodeParams& params, const jit::Kernel& kernel) const {
   const uint64_t each = is_wide(params.piece[0].piece) ? 1 : device::kCodeThreads / 32;
   uint64_t run = std::clamp<uint64_t>(params.buckets / (each * kFewBlocks), 1, kLongestRun);

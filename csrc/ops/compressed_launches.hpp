@@ -1,8 +1,8 @@
-// Launches of compressed collectives' kernels (cuda/compressed.cuh).
+// Launches the kernels of compressed collectives (cuda/compressed.cuh).
 //
-// A launch's parameters hold the pieces of one kind (a width of codes; buckets of a warp or of a block), up to
-// kMostPieces; more pieces take more launches. Nothing is copied to the device before, so a captured launch keeps them,
-// and the host waits for nothing.
+// A launch's parameters hold up to kMostPieces pieces of one kind (code width; buckets per warp or per block); more
+// pieces take more launches. Nothing is copied to the device beforehand, so a captured launch keeps them and the host
+// never waits.
 #pragma once
 
 #include "cuda/compressed_codes.cuh"
@@ -32,15 +32,15 @@ inline float* owed_of(const at::Tensor* residual) {
   return residual == nullptr ? nullptr : static_cast<float*>(residual->data_ptr());
 }
 
-// The launches of one step. Those that fill places of several ranks are one epoch of the group's tiles.
+// The launches of one step. Those that fill places of several ranks form one epoch of the group's tiles.
 class CodeLaunches {
  public:
-  // At most so many blocks of a launch that waits for peers.
+  // `most_blocks`: limit for a launch that waits for peers.
   CodeLaunches(const Coding& coding, const char* entry, c10::Device device, const device::CodeParams& params,
                CUstream stream, uint64_t most_blocks = ~uint64_t{0})
       : coding_(coding), entry_(entry), device_(device), params_(params), stream_(stream), most_blocks_(most_blocks) {}
 
-  // Its records begin at `begin` of the place of `rank` (or device::kEveryRank).
+  // The part's records begin at `begin` of the place of `rank` (or device::kEveryRank).
   void add(const compressed::Part& part, uint64_t begin, int rank = 0);
   void launch();
 

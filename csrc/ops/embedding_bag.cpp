@@ -1,4 +1,4 @@
-// Checks, what ranks tell each other, and the way to the CPU or the GPU. See the header.
+// Checks, agreement between ranks, and the choice of CPU or GPU.
 #include "ops/embedding_bag.hpp"
 
 #include <ATen/MemoryOverlap.h>
@@ -99,7 +99,7 @@ void check_bags(const CallSite& site, const BagArguments& bags, size_t t, int si
                  "Give each index a weight.");
 }
 
-// On the CPU: every offset and every index.
+// On the CPU, checks every offset and every index.
 template <class I>
 void check_values(const CallSite& site, const BagArguments& bags, size_t t) {
   const at::Tensor indices = bags.indices[t].contiguous(), offsets = bags.offsets[t].contiguous();

@@ -1,7 +1,6 @@
-// On CPU tensors: bags are pooled into the memory that ranks share, piece by piece, and taken from there to their
-// place.
+// embedding_bag_all_to_all on CPU tensors: bags are pooled piece by piece into shared memory and copied from there.
 //
-// Rows travel in the order [sample, table], so that those of a sample lie side by side on both ends (row_exchange.hpp).
+// Rows travel in the order [sample, table], so those of a sample are adjacent on both ends (row_exchange.hpp).
 #include <ATen/Parallel.h>
 
 #include <algorithm>

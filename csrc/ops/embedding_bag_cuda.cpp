@@ -1,7 +1,8 @@
-// On CUDA tensors: one kernel pools bags and stores them on the rank of the sample (cuda/fused/embedding_bag.cuh).
+// embedding_bag_all_to_all on CUDA tensors: one kernel pools bags and stores them on the sample's rank
+// (cuda/fused/embedding_bag.cuh).
 //
-// Where the result lies: tile_result.hpp. Where ark does not carry the group's CUDA tensors, or a device has no room,
-// the same kernel pools on this GPU, and the group's all_to_all brings the bags.
+// tile_result.hpp tells where the result is. If ark does not carry the group's CUDA tensors, or a device has no room,
+// the same kernel pools on this GPU and the group's all_to_all delivers the bags.
 #include <ATen/EmptyTensor.h>
 #include <c10/core/DeviceGuard.h>
 
@@ -50,7 +51,7 @@ device::BagParams params_of(const BagArguments& bags, size_t from, size_t to) {
   return params;
 }
 
-// Launches for all tables of this rank. All ranks make as many: those with fewer tables some without any.
+// Launches for all tables of this rank. All ranks make equally many launches, so some of them may have no tables.
 template <class Links>
 void pool_tables(const BagArguments& bags, const Layout& layout, int device, int ranks, int64_t batch, int64_t all,
                  int64_t first, int64_t most_tables, uint32_t most_blocks, CUstream stream, Links&& links) {
@@ -83,14 +84,14 @@ int64_t most_of(const std::vector<int64_t>& counts) {
   return *std::max_element(counts.begin(), counts.end());
 }
 
-// Bytes of the largest of what ranks store for each other, either way.
+// Bytes of the largest result that ranks store for each other, in either direction.
 uint64_t place_bytes(const Layout& layout) {
   const int64_t rows =
       layout.batch * std::max(layout.all(), most_of(layout.tables) * static_cast<int64_t>(layout.tables.size()));
   return static_cast<uint64_t>(rows * layout.dim) * c10::elementSize(layout.dtype);
 }
 
-// The group's memory for tiles, large enough; null, alike on all ranks: there is no room.
+// The group's tile memory, large enough; null on all ranks if there is no room.
 TileMemory* tiles_of(CudaCommunicator& communicator, const Layout& layout, bool capturing, std::string& why) {
   TileMemory* const tiles = communicator.tiles(capturing, why);
   if (tiles == nullptr || !tiles->reserve(communicator, place_bytes(layout), capturing, why)) return nullptr;
@@ -161,7 +162,7 @@ at::Tensor forward_cuda(const BagArguments& bags, const Layout& layout, ProcessG
   const int size = group.getSize(), rank = group.getRank();
   const int64_t sizes[] = {layout.batch, layout.all(), layout.dim};
   if (size == 1) {
-    group.check_region(kName, device);  // makes the group's side on the device, and with it the compiler's settings
+    group.check_region(kName, device);  // also creates the group's side on the device and the compiler's settings
     return pool_here(bags, layout, device);
   }
   const at::Tensor allocated = allocate_result(group, sizes, layout.dtype, device);
@@ -228,7 +229,7 @@ at::Tensor gather_gradient_cuda(const BagArguments& bags, const Layout& layout, 
     const uint64_t groups = static_cast<uint64_t>(layout.batch * layout.all()) * shape.columns;
     jit::launch(kernel, {grid_of(kernel, groups, shape.lanes, communicator.most_blocks())}, {device::kBagThreads}, 0,
                 stream, params, jit::LaunchMode::overlapped);
-    // The staging place is the next operation's; copied here, on the operation's stream.
+    // The next operation reuses the staging place, so copy now, on this operation's stream.
     if (mine > 0)
       ark::check(driver().memcpy_async(reinterpret_cast<CUdeviceptr>(of_bags.data_ptr()),
                                        reinterpret_cast<CUdeviceptr>(place.data), of_bags.nbytes(), stream),

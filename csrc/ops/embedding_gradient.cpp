@@ -1,5 +1,5 @@
-// The way back: gradients of bags gathered where the tables are, then rows summed, given or applied. The halves for CPU
-// and CUDA tensors: embedding_gradient_cpu.cpp and embedding_gradient_cuda.cpp.
+// The backward pass: gathers gradients of bags at the tables' ranks, then sums rows and returns or applies them. See
+// embedding_gradient_cpu.cpp and embedding_gradient_cuda.cpp.
 #include <ATen/core/LegacyTypeDispatch.h>
 
 #include "ops/embedding_bag.hpp"
@@ -28,7 +28,7 @@ std::pair<std::vector<at::Tensor>, std::vector<at::Tensor>> backward(const BagAr
                      : gather_gradient_cpu(bags, layout, group, gradient.contiguous());
     }
     std::vector<at::Tensor> weights;
-    if (of_weights) weights = weight_gradients(bags, of_bags);  // of the rows as they were
+    if (of_weights) weights = weight_gradients(bags, of_bags);  // before rows are updated in place
     std::vector<at::Tensor> tables = cuda ? table_gradients_cuda(bags, of_bags) : table_gradients_cpu(bags, of_bags);
     return {std::move(tables), std::move(weights)};
   });

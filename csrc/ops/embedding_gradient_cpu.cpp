@@ -1,7 +1,7 @@
-// Gradients of the tables' rows on CPU tensors: given as dense or sparse tensors, or applied in place.
+// Gradients of the tables' rows on CPU tensors, returned as dense or sparse tensors or applied in place.
 //
-// Whatever becomes of it, a row's gradient is the same float32 sum (float64 in float64): what bags bring it in the
-// order of the indices, in parts (pooling.hpp). Rows are independent of each other, so threads take some each.
+// In each case a row's gradient is the same float32 sum (float64 for float64): the contributions of its bags, in index
+// order, in parts (pooling.hpp). Rows are independent, so threads share them.
 #include <ATen/Parallel.h>
 
 #include <algorithm>
@@ -14,10 +14,10 @@ namespace ark::ops {
 
 namespace {
 
-// The entries of a table's bags by row, those of a row in the order of the indices.
+// The entries of a table's bags grouped by row, in index order within a row.
 struct EntriesByRow {
   std::vector<int64_t> order, bag_of;
-  std::vector<int64_t> begins;  // of each row that is named, in `order`; and the end
+  std::vector<int64_t> begins;  // of each used row in `order`, and the end
 
   int64_t rows() const { return static_cast<int64_t>(begins.size()) - 1; }
 };
@@ -25,7 +25,7 @@ struct EntriesByRow {
 template <class T, class I>
 EntriesByRow entries_by_row(const Bags<T, I>& table) {
   EntriesByRow by_row;
-  const int64_t count = table.bags > 0 ? table.end(table.bags - 1) : 0;  // those behind the last offset are in no bag
+  const int64_t count = table.bags > 0 ? table.end(table.bags - 1) : 0;  // later entries are in no bag
   by_row.bag_of.resize(static_cast<size_t>(count));
   for (int64_t bag = 0; bag < table.bags; ++bag)
     std::fill(by_row.bag_of.begin() + table.begin(bag), by_row.bag_of.begin() + table.end(bag), bag);
@@ -39,7 +39,7 @@ EntriesByRow entries_by_row(const Bags<T, I>& table) {
   return by_row;
 }
 
-// finish(n, row, gradient) for the n-th of the rows that bags name, in any order and by several threads.
+// Calls finish(n, row, gradient) for the n-th row that bags use, in any order and from several threads.
 template <class T, class I, class Finish>
 void sum_rows(const Bags<T, I>& table, const EntriesByRow& by_row, const T* of_bags, const Finish& finish) {
   at::parallel_for(0, by_row.rows(), kGrain, [&](int64_t from, int64_t to) {
@@ -68,7 +68,7 @@ void store(const Sum<T>* sums, int64_t dim, T* to) {
   for (int64_t c = 0; c < dim; ++c) to[c] = rounded<T>(sums[c]);
 }
 
-// row -= step * gradient: the product is rounded before it is subtracted.
+// row -= step * gradient. The product is rounded before it is subtracted.
 template <class T>
 void descend(const Sum<T>* gradient, int64_t dim, Sum<T> step, T* row) {
   for (int64_t c = 0; c < dim; ++c) row[c] = rounded<T>(static_cast<Sum<T>>(row[c]) - step * gradient[c]);
@@ -80,7 +80,7 @@ Sum<T> rate_of(const RowUpdate& update) {
                                                    : static_cast<Sum<T>>(*update.rate->const_data_ptr<float>());
 }
 
-// The gradient of table t; undefined where it is applied in place.
+// The gradient of table t; undefined if it is applied in place.
 template <class T, class I>
 at::Tensor gradient_of(const BagArguments& bags, size_t t, const T* of_bags) {
   const Bags<T, I> table = typed_bags<T, I>(bags, t);
@@ -135,7 +135,7 @@ std::vector<at::Tensor> table_gradients_cpu(const BagArguments& bags, const at::
   }
   return made;
 }
-// On a GPU by PyTorch's own operators: rows are read once more, and products summed in the order that it takes.
+// On a GPU it uses PyTorch's operators: they read rows again and add products in an order of their own.
 std::vector<at::Tensor> weight_gradients(const BagArguments& bags, const at::Tensor& of_bags) {
   std::vector<at::Tensor> made;
   for (size_t t = 0; t < bags.weights.size(); ++t) {

@@ -1,7 +1,7 @@
-// Gradients of the tables' rows on CUDA tensors: the keys of all indices are sorted, equal rows added up and given as
-// dense or sparse tensors, or applied in place (cuda/fused/embedding_rows.cuh).
+// Gradients of the tables' rows on CUDA tensors: sorts the keys of all indices, adds up equal rows, and returns dense
+// or sparse tensors or updates in place (cuda/fused/embedding_rows.cuh).
 //
-// Nothing but sparse gradients asks the host how many rows there are: those cannot be captured.
+// Only sparse gradients need the number of rows on the host, so only they cannot be captured.
 #include <c10/core/DeviceGuard.h>
 
 #include <limits>
@@ -32,7 +32,7 @@ device::RowUse use_of(const RowUpdate& update) {
                                    : device::RowUse::rowwise_adagrad;
 }
 
-// As many of the tables from `from` on as a launch takes; where the next one begins.
+// Adds as many tables from `from` on as fit into a launch. Returns where the next launch begins.
 size_t gather_tables(const BagArguments& bags, const std::vector<at::Tensor>& made, size_t from,
                      device::RowSumParams& params) {
   int64_t rows = 0, entries = 0;
@@ -61,10 +61,10 @@ size_t gather_tables(const BagArguments& bags, const std::vector<at::Tensor>& ma
   return to;
 }
 
-// The rows that are named, of all tables of a launch, and where each key's is among them.
+// The rows that a launch's bags use, over all its tables, and each key's position among them.
 struct NamedRows {
   at::Tensor keys, slots;
-  std::vector<int64_t> begins;  // of each table's; and the end
+  std::vector<int64_t> begins;  // of each table's rows, and the end
 
   NamedRows(const at::Tensor& sorted, const device::RowSumParams& params) {
     at::Tensor heads = sorted.lt(static_cast<int64_t>(params.rows));

@@ -1,4 +1,4 @@
-// See the header.
+// Implements exchange_bags.hpp.
 #include "ops/exchange_bags.hpp"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -17,15 +17,15 @@ using std::to_string;
 
 constexpr const char* kName = "exchange_bags";
 
-// What is to be sent: by rank the lengths of its bags, and how many entries of each table. Values in the order of
-// ranks, then tables.
+// The data to send: lengths of bags by rank, and the number of entries per table. Values are ordered by rank, then
+// table.
 struct Parcels {
-  std::vector<at::Tensor> lengths;           // of each rank: [its tables, batch]
+  std::vector<at::Tensor> lengths;           // per rank: [its tables, batch]
   std::vector<std::vector<int64_t>> counts;  // [rank][its table]
   at::Tensor values, weights;
 };
 
-// What ranks tell each other before; counts follow.
+// What ranks exchange first; the counts follow.
 struct Card {
   int64_t refused = 0, batch = 0, wide = 0, weights = -1, device = 0, trained = 0;
 };
@@ -62,7 +62,7 @@ void check_shapes(const CallSite& site, const BagBatch& batch) {
            "Give each index a weight.");
 }
 
-// On the CPU, all lengths and indices; on a GPU, what the host learns anyway. Returns the entries of each table.
+// On the CPU checks all lengths and indices; on a GPU only what the host learns anyway. Returns the entries per table.
 std::vector<int64_t> check_values(const CallSite& site, const BagBatch& batch) {
   const at::Tensor sums = batch.lengths.sum(1, false, at::kLong).cpu();
   std::vector<int64_t> counts(sums.const_data_ptr<int64_t>(), sums.const_data_ptr<int64_t>() + sums.numel());
@@ -135,7 +135,7 @@ Parcels by_row(const BagBatch& batch, const std::vector<int64_t>& counts, int si
   const at::Tensor block = spread(moved(blocks), moved(counts));
   const at::Tensor bag = spread(at::arange(bags, options), batch.lengths.flatten().to(at::kLong));
   const at::Tensor wide = batch.values.to(at::kLong);
-  // An index that is no row stays one at the rank that it goes to, whose kernel refuses it.
+  // An invalid index stays invalid at the rank that receives it, whose kernel refuses it.
   const at::Tensor owner = at::div(wide, block, "floor").clamp_(0, size - 1);
   at::Tensor lengths = at::zeros({size * bags}, options);
   lengths.scatter_add_(0, owner.mul(bags).add_(bag), at::ones({1}, options).expand({entries}));
@@ -164,7 +164,7 @@ void all_to_all(ProcessGroupArk& group, at::Tensor& out, at::Tensor in, std::vec
   group.alltoall_base(out, in, received, sent, options)->wait();
 }
 
-// From [rank, table] to [table, rank], each piece as long as `counts` says.
+// Reorders from [rank, table] to [table, rank]; `counts` holds the lengths of the pieces.
 std::vector<at::Tensor> by_own_table(const at::Tensor& received, const std::vector<std::vector<int64_t>>& counts,
                                      const std::vector<int64_t>& begins) {
   const size_t tables = counts[0].size();
@@ -208,7 +208,7 @@ ReceivedBags exchange_bags(const BagBatch& batch) {
     const CallSite site{group.getRank(), kName};
     const int size = group.getSize(), rank = group.getRank();
     const bool whole_tables = !batch.owners.empty();
-    std::exception_ptr refused;  // told first, so that no rank waits for this one
+    std::exception_ptr refused;  // sent first, so that no rank waits for this one
     Parcels parcels;
     Card card;
     try {
@@ -234,7 +234,7 @@ ReceivedBags exchange_bags(const BagBatch& batch) {
       std::copy(told[r].begin(), told[r].begin() + static_cast<int64_t>(kCardWords), &cards[r].refused);
     compare_cards(site, cards);
 
-    size_t skipped = kCardWords;  // words of what is for the ranks before this one
+    size_t skipped = kCardWords;  // words for the ranks before this one
     for (int r = 0; r < rank; ++r) skipped += parcels.counts[r].size();
     const size_t mine = parcels.counts[rank].size();
     const int64_t bags = static_cast<int64_t>(mine) * card.batch;

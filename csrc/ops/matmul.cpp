@@ -1,4 +1,4 @@
-// Checks, what ranks tell each other, and the way to a form. See the header.
+// Checks, agreement between ranks, and the choice of a form.
 #include "ops/matmul.hpp"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -42,10 +42,10 @@ void check(const CallSite& site, const MatmulCall& call, int size) {
   }
 }
 
-// Of depth (sums) or columns (all_gather) each rank may have its own.
+// Ranks may differ in depth (sums) or in columns (all_gather).
 std::vector<Field> fields_of(const MatmulCall& call) {
   const bool gathers = call.kind == MatmulKind::all_gather;
-  // Where the backward pass has a collective of its own, ranks must all take part in it, or none.
+  // If the backward pass has its own collective, all ranks or none must take part in it.
   const int64_t trained = call.kind == MatmulKind::all_reduce ? 0 : call.trained;
   return {{"operator", static_cast<int64_t>(call.kind)},
           {"number of rows of a", call.rows()},
@@ -64,10 +64,10 @@ std::vector<int64_t> values_of(const std::vector<Field>& fields) {
   return values;
 }
 
-// A rank that refused a CUDA call cannot know whether the others came to tell each other, so it does not wait long.
+// A rank that refused a CUDA call cannot know whether the others meet, so it only waits briefly.
 constexpr std::chrono::milliseconds kShort{5000};
 
-// Whether one kernel takes the call, on all ranks alike.
+// Returns whether a single kernel takes the call, the same on all ranks.
 bool agree(const MatmulCall& call, ProcessGroupArk& group, const CallSite& site) {
   std::optional<Error> refused;
   std::vector<Field> fields;
@@ -86,7 +86,7 @@ bool agree(const MatmulCall& call, ProcessGroupArk& group, const CallSite& site)
     words.assign(fields_of({MatmulKind::all_reduce, at::empty({0, 0}), at::empty({0, 0})}).size() + 1, -1);
     try {
       tell_all(group, words, cuda ? kShort : std::chrono::milliseconds{});
-    } catch (const std::exception&) {  // what was wrong first is what is told
+    } catch (const std::exception&) {  // report the first error
     }
     throw *refused;
   }

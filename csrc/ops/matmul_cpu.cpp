@@ -1,7 +1,7 @@
-// On CPU tensors: PyTorch's product, and the group's collective from where it lies to the result.
+// Products on CPU tensors: PyTorch's product, then the group's collective from there to the result.
 //
-// The product is made as a whole. Made in parts, for peers first, it would have other bits than torch.mm's: the library
-// behind it adds along the depth in blocks that it chooses by the number of rows.
+// The product is computed as a whole. Computing the parts for peers first would change the bits of torch.mm, because
+// the library's blocks along the depth depend on the number of rows.
 #include <algorithm>
 
 #include "ops/matmul.hpp"
@@ -10,11 +10,11 @@ namespace ark::ops {
 
 namespace {
 
-// One of the group's collectives, under the operator's name.
+// Runs one of the group's collectives under the operator's name.
 void run(ProcessGroupArk& group, const MatmulCall& call, Kind kind, const at::Tensor& from, at::Tensor& to,
          int64_t elements) {
   const DType dtype = dtype_of(from.scalar_type());
-  // An operation that waits keeps no tensor; these outlive it.
+  // A waiting operation keeps no tensors alive; these outlive it.
   group.run_fused(name_of(call.kind), to, fingerprint(call), [=, &to](Communicator& communicator, const Operation& op) {
     Operation mine = op;
     mine.descriptor.kind = kind;

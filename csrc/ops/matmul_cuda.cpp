@@ -1,6 +1,5 @@
-// On CUDA tensors, product first: PyTorch's product straight into memory that the group has registered, where it has
-// any, and the group's collective from there to the result. Nothing is copied in between. One kernel that does both:
-// matmul_fused.cpp.
+// Unfused products on CUDA tensors: PyTorch's product straight into registered memory, if the group has any, then the
+// group's collective to the result, without copies in between. matmul_fused.cpp uses a single kernel.
 #include <c10/core/DeviceGuard.h>
 
 #include "ops/matmul.hpp"

@@ -1,9 +1,9 @@
-// Products and collectives in one kernel (cuda/fused/matmul.cuh): when it can take a call, tiles of which shape, and
-// the launch.
+// Products and collectives in one kernel (cuda/fused/matmul.cuh): which calls it can take, the tile shape, and the
+// launch.
 //
-// Matrices that the copy engine cannot read (rows that do not begin at multiples of 16 bytes, a by columns) are copied
-// once. Scratch memory is the group's staging place: all_reduce has its result there, too, where nothing better is
-// known (tile_result.hpp), and slots behind it.
+// Matrices that the copy engine cannot read (rows not aligned to 16 bytes, a stored by columns) are copied once.
+// Scratch memory is the group's staging place, which also holds all_reduce's result unless a better place is known
+// (tile_result.hpp), and slots after it.
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
@@ -29,7 +29,7 @@ MatmulMode mode_of(MatmulKind kind) {
                                               : MatmulMode::all_gather;
 }
 
-// How the result is cut. Of sums it depends on nothing but what all ranks share.
+// How the result is split. For sums it depends only on what all ranks share.
 struct Cut {
   MatmulShape shape;
   int64_t part_rows, row_tiles, column_tiles, part_tiles, tiles;
@@ -46,11 +46,11 @@ Cut cut_by(MatmulShape shape, const MatmulCall& call, int64_t ranks) {
   return cut;
 }
 
-// The shape whose waves of tiles take the fewest cycles. Of a stage of a tile: the tensor cores' (2,048 multiply-adds a
-// cycle, of which nine tenths are to be had), or those of its bytes, of which the second-level cache gives a
-// multiprocessor some 45 a cycle.
+// Chooses the shape whose waves of tiles take the fewest cycles. A tile's stage takes the larger of two times: its
+// multiply-adds (2,048 per cycle, nine tenths of which are reachable) or its bytes (the L2 cache delivers about 45 per
+// cycle and multiprocessor).
 Cut cut_of(const MatmulCall& call, int64_t ranks) {
-  constexpr int64_t kMultiprocessors = 132;  // of every Hopper that is linked to others; any number is right
+  constexpr int64_t kMultiprocessors = 132;  // as on all linked Hoppers; any number is correct
   std::optional<Cut> best;
   double least = 0;
   for (const MatmulShape& shape : kMatmulShapes) {
@@ -75,13 +75,13 @@ at::Tensor copied(const at::Tensor& from, int64_t columns) {
   return to;
 }
 
-// With rows that the copy engine can read.
+// Returns `a` with rows that the copy engine can read.
 at::Tensor readable_rows(const at::Tensor& a) {
   const bool fits = a.stride(1) == 1 && a.stride(0) >= a.size(1) && is_wide(a.stride(0), a);
   return fits || a.numel() == 0 ? a : copied(a, a.size(1));
 }
 
-// With rows or columns that it can read.
+// Returns `b` with rows or columns that it can read.
 at::Tensor readable(const at::Tensor& b, bool& across) {
   const auto fits = [&](int adjacent) {
     return b.stride(adjacent) == 1 && b.stride(1 - adjacent) >= b.size(adjacent) && is_wide(b.stride(1 - adjacent), b);
@@ -113,10 +113,9 @@ std::string why_not_fused(const MatmulCall& call, int ranks) {
   return {};
 }
 
-// As measured on two and four H200 (benchmarks/results/fused_products*.json). The library's products are quicker than
-// this one's by up to a tenth, so the kernel wins where there is much to send for what is to be computed, and from
-// where its waits for peers (20 us) no longer count: at most 14 us slower and 75 quicker than the product first at the
-// shapes there.
+// Measured on two and four H200 (benchmarks/results/fused_products*.json). The library's product is up to a tenth
+// faster. So the kernel wins if there is much to send relative to the computation, and if the product is large enough
+// to hide its waits for peers.
 bool prefers_fused(const MatmulCall& call, int ranks) {
   const int64_t shared = call.rows() * (call.kind == MatmulKind::all_gather ? call.depth() : call.columns());
   switch (call.kind) {
@@ -140,9 +139,9 @@ std::optional<MatmulResult> matmul_fused(const MatmulCall& call, ProcessGroupArk
 
   bool across = false;
   const at::Tensor a = readable_rows(call.a);
-  // A rank without columns of its own multiplies by zeros: it takes part in sending and receiving rows.
+  // A rank without columns multiplies by zeros, because it must still send and receive rows.
   const at::Tensor b = readable(columns != 0 ? call.b : at::zeros({depth, 8}, call.b.options()), across);
-  // Rows of a result of their own begin at multiples of 16 bytes, too.
+  // Rows of a separate result are aligned to 16 bytes too.
   const int64_t wide = in_wholes(std::max<int64_t>(columns, 1), 8) * 8;
   const int64_t sizes[] = {gathers ? size * call.rows() : cut.part_rows, wide};
   at::Tensor out = reduces ? allocate_result(group, sizes, dtype, device) : at::empty(sizes, call.a.options());
@@ -188,7 +187,7 @@ std::optional<MatmulResult> matmul_fused(const MatmulCall& call, ProcessGroupArk
                                     .get(matmul_stub(dtype_of(dtype), cut.shape, across, mode_of(call.kind)), "matmul");
     const unsigned threads = static_cast<unsigned>(cut.shape.threads());
     const size_t shared = static_cast<size_t>(cut.shape.shared_bytes());
-    // Rows are sent by two warps of a block, some rows at a time each.
+    // Two warps of a block send rows, several rows each.
     const int64_t wanted = gathers ? std::max(cut.tiles, in_wholes(cut.part_rows, device::kPushRows * 2)) : cut.tiles;
     const int64_t blocks = std::min<int64_t>(
         {wanted, resident_blocks(kernel, static_cast<int>(threads), shared), communicator.most_blocks()});

@@ -1,4 +1,4 @@
-// See the header.
+// Implements meeting.hpp.
 #include "ops/meeting.hpp"
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -42,7 +42,7 @@ std::vector<std::vector<int64_t>> tell_all(ProcessGroupArk& group, const std::ve
 std::vector<std::vector<int64_t>> compare(ProcessGroupArk& group, const CallSite& site, size_t fields,
                                           const std::function<std::vector<Field>()>& checked,
                                           const std::vector<int64_t>& words, bool known) {
-  // A rank that refused a call that may be known cannot know whether the others came, so it does not wait long.
+  // A rank that refused a possibly known call cannot know whether the others meet, so it only waits briefly.
   constexpr std::chrono::milliseconds kShort{5000};
   std::vector<Field> mine;
   try {
@@ -51,7 +51,7 @@ std::vector<std::vector<int64_t>> compare(ProcessGroupArk& group, const CallSite
     if (group.getSize() == 1) throw;
     try {
       tell_all(group, std::vector<int64_t>(fields + words.size(), -1), known ? kShort : std::chrono::milliseconds{});
-    } catch (const std::exception&) {  // what was wrong first is what is told
+    } catch (const std::exception&) {  // report the first error
     }
     throw;
   }

@@ -1,4 +1,4 @@
-// What the operators of this folder ask of a group before they begin: its backend, and a word between all ranks' hosts.
+// What operators need from a group before they begin: its backend, and an exchange of words between all ranks' hosts.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -12,23 +12,23 @@
 
 namespace ark::ops {
 
-// The group's backend, and with what name an error calls the operator.
+// Returns the group's backend. `operation`: the operator's name in errors.
 ProcessGroupArk& backend_of(const std::string& group, const char* operation);
 
-// Collective, on CPU tensors: the words of all ranks, by rank. As many on every rank. Zero: the group's own timeout.
+// Collective, on CPU tensors: returns all ranks' words, by rank. Every rank passes equally many. Zero: the group's
+// timeout.
 std::vector<std::vector<int64_t>> tell_all(ProcessGroupArk& group, const std::vector<int64_t>& words,
                                            std::chrono::milliseconds timeout = {});
 
-// What ranks compare before an operator begins. The first one of every list says which operator.
+// A value that ranks compare before an operator begins. The first field of every list identifies the operator.
 struct Field {
   const char* what;  // "dtype"
   int64_t value;
 };
 
-// Collective: all ranks call it with as many fields and words. Throws what `checked` throws, when the others have been
-// told, and Error(mismatch) where another rank refused its arguments or has another value of a field; else gives all
-// ranks' words, by rank. `known`: calls whose fields are alike are compared once, and then no words are told (the
-// result is empty).
+// Collective: every rank passes equally many fields and words. If `checked` throws, tells the other ranks and rethrows.
+// Throws Error(mismatch) if another rank refused its arguments or has a different field. Otherwise returns all ranks'
+// words, by rank. `known`: calls with equal fields are compared only once, and the result is empty.
 std::vector<std::vector<int64_t>> compare(ProcessGroupArk& group, const CallSite& site, size_t fields,
                                           const std::function<std::vector<Field>()>& checked,
                                           const std::vector<int64_t>& words, bool known);

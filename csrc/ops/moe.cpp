@@ -1,4 +1,4 @@
-// Checks, what ranks tell each other, and the way to the CPU or the GPU. See the header.
+// Checks, agreement between ranks, and the choice of CPU or GPU.
 #include "ops/moe.hpp"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -13,9 +13,9 @@ namespace {
 
 using std::to_string;
 
-constexpr size_t kFields = 10;  // and one word, in every call: ranks that make another one are found by the fields
+constexpr size_t kFields = 10;  // and one word, in every call; ranks that make a different call fail on the fields
 constexpr int64_t kMost = std::numeric_limits<int32_t>::max();                                // places are int32
-enum MoeOperator : int64_t { kDispatch = 101, kScatter = 102, kGather = 103, kLayer = 104 };  // other than matmul's
+enum MoeOperator : int64_t { kDispatch = 101, kScatter = 102, kGather = 103, kLayer = 104 };  // distinct from matmul's
 
 [[noreturn]] void refuse_value(const CallSite& site, const std::string& what, const std::string& remedy) {
   refuse(site, ErrorKind::invalid_argument, what, remedy);
@@ -126,7 +126,7 @@ void check(const CallSite& site, const MoeRows& call, int size, bool gathers) {
   if (!call.rows.is_cuda()) choices_of(call.places.contiguous(), routing_of(call.rank_counts.contiguous()), site);
 }
 
-// Handles of different dispatches have different ones. On GPUs nobody looks.
+// A fingerprint that differs between dispatches. On GPUs it is not computed.
 int64_t print_of(const at::Tensor& rank_counts) {
   if (rank_counts.is_cuda()) return 0;
   uint64_t hash = 5;
@@ -155,7 +155,7 @@ at::Tensor as_summed(const at::Tensor& weights, const at::Tensor& rows) {
   return weights.to(rows.scalar_type() == at::kDouble ? at::kDouble : at::kFloat).contiguous();
 }
 
-// As the launches want them.
+// Makes tensors contiguous, as launches require.
 MoeRows prepared(const MoeRows& call) {
   MoeRows plain = call;
   plain.rows = plain.rows.contiguous();
@@ -171,7 +171,7 @@ MoeDispatch weighted(const MoeDispatch& call) {
   return plain;
 }
 
-// The checked call, when the ranks have met.
+// Returns the checked call, after the ranks have met.
 MoeDispatch prepared(const MoeDispatch& given, ProcessGroupArk& group) {
   const CallSite site{group.getRank(), given.name()};
   const auto checked = [&] {
@@ -265,7 +265,7 @@ MoeLayer moe_layer(const MoeDispatch& given, bool saves) {
     const at::AutoDispatchBelowADInplaceOrView below;
     ProcessGroupArk& group = backend_of(given.group, given.name());
     const MoeDispatch call = prepared(given, group);
-    // Outputs of an operator are tensors of their own.
+    // An operator's outputs must be separate tensors.
     const auto alone = [&](const at::Tensor& out) -> MoeLayer {
       const auto none = [&](at::ScalarType type) { return at::empty({0}, out.options().dtype(type)); };
       return {out, none(out.scalar_type()), none(at::kLong), none(at::kInt), none(at::kInt), none(out.scalar_type())};

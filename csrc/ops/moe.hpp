@@ -1,20 +1,8 @@
-// Mixtures of experts: tokens' rows go to the ranks that have their experts, and come back. Registered with PyTorch as
-// ark::moe_* (registration.cpp); what users call is ark_torch.ops.
+// Mixtures of experts: tokens' rows go to their experts' ranks and come back. PyTorch knows the operators as ark::moe_*
+// (registration.cpp); users call ark_torch.ops.
 //
-//   moe_dispatch  counts choices, tells all ranks, and sends each token's row to each of its experts
-//   moe_scatter   sends rows whose places are known: the gradient of moe_gather
-//   moe_gather    brings rows back, and adds a token's in the order of its choices in float32: moe_combine, and the
-//                 gradient of the other two
-//   moe_experts   the feed-forward networks in between, of this rank's experts (moe_experts.cpp)
-//   moe_layer     dispatch, experts and gather in one operator
-//
-// Sizes do not depend on what was routed: rows lie in a block of `max_rows`, alike on all ranks, of which the counts
-// are used; the others are zeros. So no host waits for a device, and calls may be captured. Where a choice went is in
-// two tensors: `places` [2, tokens, k], its row on the expert's rank and its slot here (moe_routing.hpp; -1: nowhere),
-// and `rank_counts` [ranks, experts].
-//
-// Everything is checked before a byte moves, and all ranks must mean the same call. On the CPU they tell each other in
-// every call; on GPUs before the first call that is alike in all but its tokens.
+// Everything is checked before a byte moves, and all ranks must make the same call. On the CPU they compare every call;
+// on GPUs only the first call that differs in more than its tokens.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -27,6 +15,17 @@
 #include "ops/meeting.hpp"
 #include "ops/moe_routing.hpp"
 
+// The operators:
+//   moe_dispatch  counts choices, tells all ranks, and sends each token's row to each of its experts
+//   moe_scatter   sends rows whose places are known: the gradient of moe_gather
+//   moe_gather    brings rows back and adds a token's rows in the order of its choices in float32: moe_combine, and the
+//                 gradient of the other two
+//   moe_experts   the feed-forward networks in between, of this rank's experts (moe_experts.cpp)
+//   moe_layer     dispatch, experts and gather in one operator
+// Sizes do not depend on the routing, so no host waits for a device and calls may be captured. Rows are in a block of
+// `max_rows`, equal on all ranks; the counts tell how many are used, and the rest are zeros. Two tensors tell where a
+// choice went: `places` [2, tokens, k] has its row on the expert's rank and its slot here (moe_routing.hpp; -1:
+// nowhere), and `rank_counts` is [ranks, experts].
 namespace ark::ops {
 
 struct MoeDispatch {
@@ -34,11 +33,11 @@ struct MoeDispatch {
   at::Tensor topk_ids;  // [tokens, k]
   std::string group;
   int64_t experts = 0;     // of all ranks
-  int64_t max_tokens = 0;  // of any rank
+  int64_t max_tokens = 0;  // the most of any rank
   int64_t max_rows = 0;    // of a rank's experts
-  bool met = false;        // the ranks have told each other just now what they have
+  bool met = false;        // the ranks have just exchanged their arguments
   int64_t trained = 0;
-  // moe_layer alone.
+  // Only for moe_layer.
   std::optional<at::Tensor> weights = {}, w1 = {}, w2 = {};
   std::string activation = {};
 
@@ -52,7 +51,7 @@ struct MoeRows {
   std::optional<at::Tensor> weights;  // [tokens, k]
   std::string group;
   int64_t max_tokens = 0;
-  int64_t max_rows = 0;  // of the result of scatter
+  int64_t max_rows = 0;  // of scatter's result
   bool summed = true;    // gather: [tokens, dim], else [tokens, k, dim]
   int64_t trained = 0;
 
@@ -65,18 +64,18 @@ struct MoeRows {
 // rows [max_rows, dim], counts [experts of a rank], places, rank_counts.
 using MoeDispatched = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
-// Collective. Checks the arguments; the tokens of each rank.
+// Collective. Checks the arguments and returns the number of tokens of each rank.
 std::vector<int64_t> moe_layout(const MoeDispatch& call);
 MoeDispatched moe_dispatch(const MoeDispatch& call);
 at::Tensor moe_scatter(const MoeRows& call);
 at::Tensor moe_gather(const MoeRows& call);
 
-// The result; then, where `saves`, what its gradients need: a dispatch's results and the experts'. Else empty tensors.
+// The result; if `saves`, also what its gradients need (a dispatch's results and the experts'), else empty tensors.
 using MoeLayer = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 MoeLayer moe_layer(const MoeDispatch& call, bool saves);
 
-// Of this rank's experts: rows sorted by expert, `counts` of each; w1 [experts, ffn, dim], or gates and then as many
-// factors in [experts, 2 * ffn, dim]; w2 [experts, dim, ffn]. Rows behind the counts are not defined.
+// This rank's experts. rows: sorted by expert, `counts` of each. w1: [experts, ffn, dim], or gates followed by factors
+// in [experts, 2 * ffn, dim]; w2: [experts, dim, ffn]. Rows after the counts are undefined.
 at::Tensor moe_experts(const at::Tensor& rows, const at::Tensor& counts, const at::Tensor& w1, const at::Tensor& w2,
                        const std::string& activation);
 // Gradients of rows, w1 and w2.
@@ -84,8 +83,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> moe_experts_backward(const at::Te
                                                                     const at::Tensor& counts, const at::Tensor& w1,
                                                                     const at::Tensor& w2,
                                                                     const std::string& activation);
-// By one kernel for all experts (moe_product.cpp): where it can, and rows times each expert's w [experts, n, d], gated
-// or not, and through the activation, if it has a name.
+// One kernel for all experts (moe_product.cpp). moe_product_takes() tells whether it can run. moe_product() multiplies
+// rows with each expert's w [experts, n, d], gated or not, and applies the activation, if it has a name.
 bool moe_product_takes(const at::Tensor& x, const at::Tensor& w1, const at::Tensor& w2);
 at::Tensor moe_product(const at::Tensor& rows, const at::Tensor& counts, const at::Tensor& w, bool gated,
                        const std::string& activation);
@@ -94,29 +93,29 @@ bool moe_experts_need_no_host(const at::Tensor& x, const at::Tensor& w1, const a
 void check_experts(const CallSite& site, const at::Tensor& w1, const at::Tensor& w2, const at::Tensor& x, int64_t local,
                    const std::string& activation);
 
-// On CPU tensors (moe_cpu.cpp) and on CUDA tensors (moe_cuda.cpp). The arguments are checked and contiguous; weights
-// are float32 (float64 of float64 rows).
+// On CPU tensors (moe_cpu.cpp) and CUDA tensors (moe_cuda.cpp). The arguments are checked and contiguous; weights are
+// float32 (float64 for float64 rows).
 MoeDispatched moe_dispatch_cpu(const MoeDispatch& call, ProcessGroupArk& group);
 MoeDispatched moe_dispatch_cuda(const MoeDispatch& call, ProcessGroupArk& group);
 at::Tensor moe_scatter_cpu(const MoeRows& call, ProcessGroupArk& group);
 at::Tensor moe_scatter_cuda(const MoeRows& call, ProcessGroupArk& group);
 at::Tensor moe_gather_cpu(const MoeRows& call, ProcessGroupArk& group);
 at::Tensor moe_gather_cuda(const MoeRows& call, ProcessGroupArk& group);
-// In one go, of experts that need no host; none: something else must move the rows.
+// Runs the layer in one go for experts that need no host. Returns nothing if it cannot move the rows.
 std::optional<at::Tensor> moe_layer_cuda(const MoeDispatch& call, ProcessGroupArk& group);
 MoeDispatched moe_dispatch_unfused(const MoeDispatch& call, ProcessGroupArk& group);
 at::Tensor moe_scatter_unfused(const MoeRows& call, ProcessGroupArk& group);
 at::Tensor moe_gather_unfused(const MoeRows& call, ProcessGroupArk& group);
 
-// Collective: the ranks tell each other their counts; topk_ids is a CPU tensor. Counts, places, rank_counts.
+// Collective: the ranks exchange their counts. topk_ids is a CPU tensor. Returns routing, counts, places, rank_counts.
 using MoeRoute = std::tuple<MoeRouting, at::Tensor, at::Tensor, at::Tensor>;
 MoeRoute moe_route(const MoeDispatch& call, ProcessGroupArk& group);
 void check_ids(const CallSite& site, const at::Tensor& topk_ids, int64_t experts);  // on the CPU: every choice
-// From all ranks' counts (a CPU tensor of int32).
+// Makes the routing from all ranks' counts (a CPU tensor of int32).
 MoeRouting routing_of(const at::Tensor& rank_counts);
-// The choice of each slot of this rank; throws where places and routing are not of one dispatch. CPU tensors.
+// The choice of each slot of this rank. Throws if places and routing are not of one dispatch. CPU tensors.
 std::vector<int64_t> choices_of(const at::Tensor& places, const MoeRouting& routing, const CallSite& site);
-// Throws, on all ranks alike, where a rank gets more than max_rows.
+// Throws on all ranks if a rank gets more than max_rows.
 void check_rows(const MoeRouting& routing, int64_t max_rows, int rank);
 
 }  // namespace ark::ops

@@ -1,5 +1,5 @@
-// On CPU tensors: rows go from the token's tensor to the expert's block and back, through the memory that ranks share
-// (row_exchange.hpp), in the order of slots (moe_routing.hpp).
+// Mixtures of experts on CPU tensors: rows go from the token's tensor to the expert's block and back through shared
+// memory (row_exchange.hpp), in slot order (moe_routing.hpp).
 #include <ATen/Parallel.h>
 
 #include <algorithm>
@@ -53,7 +53,7 @@ std::vector<std::vector<int64_t>> rows_by_source(const MoeRouting& routing, int 
   return rows;
 }
 
-// Rows of x, one a token or one a choice, to the blocks of their experts.
+// Sends rows of x, one per token or one per choice, to the blocks of their experts.
 at::Tensor send_rows(const char* name, const at::Tensor& x, const at::Tensor& places, const MoeRouting& routing,
                      const std::optional<at::Tensor>& weights, int64_t max_rows, ProcessGroupArk& group) {
   const int rank = group.getRank();

@@ -1,10 +1,10 @@
-// On CUDA tensors: kernels that store rows in the memory of their rank (cuda/fused/moe_rows.cuh), none of which a host
-// waits for.
+// Mixtures of experts on CUDA tensors: kernels store rows in their rank's memory (cuda/fused/moe_rows.cuh), and no host
+// waits.
 //
-// Rows of all ranks come to the group's staging place (collectives/cuda/tile_memory.hpp): first the block of the
-// experts' rows, behind it the slots of what comes back. One more kernel copies the block to the user's tensor, with
-// zeros behind what came; moe_layer reads it where it lies. Where ark does not carry the group's CUDA tensors, or a
-// device has no room, rows travel by the group's all_to_all: moe_unfused.cpp.
+// All ranks' rows arrive in the group's staging place (collectives/cuda/tile_memory.hpp): first the block of the
+// experts' rows, then the slots of returning rows. Another kernel copies the block to the user's tensor and fills the
+// rest with zeros; moe_layer reads it in place. If ark does not carry the group's CUDA tensors, or a device has no
+// room, the group's all_to_all moves the rows (moe_unfused.cpp).
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
@@ -21,15 +21,15 @@ namespace ark::ops {
 namespace {
 
 constexpr uint64_t kBlockAlign = 1024;
-constexpr uint64_t kMostSending = 264;  // blocks; two a multiprocessor keep every link busy
+constexpr uint64_t kMostSending = 264;  // in blocks; two per multiprocessor keep every link busy
 
 uint64_t row_bytes_of(const at::Tensor& rows) {
   return static_cast<uint64_t>(rows.size(-1)) * rows.element_size();
 }
 
-// What lies at the staging place: alike on all ranks.
+// The layout of the staging place, equal on all ranks.
 struct Blocks {
-  uint64_t rows, slots;  // bytes
+  uint64_t rows, slots;  // in bytes
   Blocks(uint64_t row_bytes, int64_t max_rows, int64_t max_tokens, int64_t k)
       : rows(aligned(static_cast<uint64_t>(max_rows) * row_bytes)),
         slots(aligned(static_cast<uint64_t>(max_tokens * k) * row_bytes)) {}
@@ -85,7 +85,7 @@ uint64_t pieces_of(uint32_t units) {
   return (units + 32 * device::kMoeAhead - 1) / (32 * device::kMoeAhead);
 }
 
-// Empty tensors for what a dispatch tells.
+// Empty tensors for the outputs of a dispatch.
 MoeDispatched told_of(const MoeDispatch& call, int size) {
   const auto integers = call.x.options().dtype(at::kInt);
   return {at::Tensor(), at::empty({call.experts / size}, integers.dtype(at::kLong)),
@@ -117,7 +117,7 @@ void launch_scatter(const MoeRows& call, const device::TileLinks& links, uint32_
               stream, params, jit::LaunchMode::overlapped);
 }
 
-// The block of rows to `out`, unless it came there.
+// Copies the block of rows to `out`, unless it is there already.
 void launch_settle(const at::Tensor& out, const at::Tensor& rank_counts, int rank, const void* from, CUstream stream) {
   const RowShape shape = RowShape::of(row_bytes_of(out), out.element_size());
   device::SettleParams params{};
@@ -156,8 +156,8 @@ CUstream stream_of(c10::Device device) {
   return static_cast<CUstream>(native_stream(current_stream(device)));
 }
 
-// One operation of the group: `launch` gets its stream, the staging place, and links to a place so many bytes behind
-// its beginning. False: something else must move the rows.
+// The context of one operation in the group's staging place. links(): links to a place at that offset. staged() below
+// returns false if the rows must be moved otherwise.
 struct Staged {
   CudaCommunicator& communicator;
   const TileMemory& tiles;
@@ -284,7 +284,7 @@ std::optional<at::Tensor> moe_layer_cuda(const MoeDispatch& given, ProcessGroupA
   const int64_t sizes[] = {call.max_rows, call.x.size(1)};
   const Blocks blocks(row_bytes_of(call.x), call.max_rows, call.max_tokens, call.topk_ids.size(1));
   std::optional<at::Tensor> out;
-  // Reads the block of rows where it came.
+  // Reads the block of rows in place.
   const auto finish = [&](const MoeDispatched& told, void* rows, auto&& links, const void* slots, uint32_t most,
                           CUstream stream) {
     const auto& [none, counts, places, rank_counts] = told;

@@ -1,9 +1,8 @@
-// The feed-forward networks of a rank's experts, over rows sorted by expert. See moe.hpp.
+// The feed-forward networks of a rank's experts, over rows sorted by expert.
 //
-// A product of every expert's rows with its matrix is one of: ark's kernel (forward, half types on Hopper;
-// moe_product); PyTorch's grouped product (bfloat16 on Hopper and later); else PyTorch's product expert by expert, for
-// which the host reads the counts, so that it cannot be captured on a GPU. Results of each step are rounded to the
-// dtype, as PyTorch's own operators do one by one.
+// The products use ark's kernel (forward, half types on Hopper; moe_product), PyTorch's grouped product (bfloat16 on
+// Hopper and later), or PyTorch's product expert by expert. The last reads the counts on the host, so it cannot be
+// captured on a GPU. Results of each step are rounded to the dtype, as by PyTorch's separate operators.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_grouped_mm.h>
 #include <c10/core/DeviceGuard.h>
@@ -21,14 +20,14 @@ bool is_gated(const at::Tensor& w1, const at::Tensor& w2) {
   return w1.size(1) != w2.size(2);
 }
 
-// PyTorch's grouped product without a word to the host.
+// Whether PyTorch's grouped product runs without the host.
 bool grouped_on_device(const at::Tensor& x, const at::Tensor& w1, const at::Tensor& w2) {
   const bool wide = x.size(1) % 8 == 0 && w1.size(1) % 8 == 0 && w2.size(2) % 8 == 0;
   return x.is_cuda() && x.scalar_type() == at::kBFloat16 && wide &&
          device_attribute(x.device().index(), CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) >= 9;
 }
 
-// How the products are made.
+// Computes the products of all experts in one of several ways.
 class Grouped {
  public:
   Grouped(const at::Tensor& rows, const at::Tensor& counts, const at::Tensor& w1, const at::Tensor& w2)
@@ -54,7 +53,7 @@ class Grouped {
              "Pass what moe_dispatch returned.");
   }
 
-  // [rows, d] with w [experts, d, n]: [rows, n].
+  // [rows, d] times w [experts, d, n]: [rows, n].
   at::Tensor product(const at::Tensor& rows, const at::Tensor& w) const {
     if (ends_.defined()) return at::_grouped_mm(rows.contiguous(), w, ends_);
     at::Tensor out = at::zeros({rows.size(0), w.size(2)}, rows.options());
@@ -69,7 +68,7 @@ class Grouped {
     return out;
   }
 
-  // a [rows, n] across b [rows, d], expert by expert: [experts, n, d].
+  // a [rows, n] transposed times b [rows, d], expert by expert: [experts, n, d].
   at::Tensor across(const at::Tensor& a, const at::Tensor& b) const {
     if (ends_.defined()) return at::_grouped_mm(a.contiguous().t(), b.contiguous(), ends_);
     if (owners_.defined()) {
@@ -97,7 +96,7 @@ class Grouped {
 
   const int64_t experts_;
   at::Tensor ends_;              // on the device; or
-  at::Tensor owners_;            // of each row, on the device; or
+  at::Tensor owners_;            // expert of each row, on the device; or
   std::vector<int64_t> counts_;  // on the host
 };
 

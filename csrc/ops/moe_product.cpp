@@ -1,4 +1,5 @@
-// The products of a rank's experts by one launch (cuda/fused/moe_product.cuh): when it can, in tiles of which shape.
+// The products of a rank's experts in one launch (cuda/fused/moe_product.cuh): when it can run, and with which tile
+// shape.
 #include <algorithm>
 #include <iterator>
 #include <limits>
@@ -24,12 +25,12 @@ MoeActivation activation_of(const std::string& name) {
   return MoeActivation::none;
 }
 
-// Cycles of a step (64 of the depth) of a tile of each of kMatmulShapes, as whole products on an H200 show them.
+// Cycles per step (64 of the depth) of a tile of each of kMatmulShapes, fitted to whole products on an H200.
 constexpr int64_t kStepCycles[] = {1138, 890, 510, 360};
 static_assert(std::size(kStepCycles) == std::size(kMatmulShapes));
 
-// The shape whose waves of tiles take the fewest cycles, where each expert has about `rows` rows: the last of its
-// blocks of rows is half full on average. Any shape gives the same bits.
+// The shape whose waves of tiles take the fewest cycles if each expert has about `rows` rows. An expert's last block of
+// rows is half full on average. All shapes give the same bits.
 MatmulShape shape_of(int64_t rows, int64_t experts, int64_t columns, bool gated) {
   constexpr int64_t kMultiprocessors = 132;
   size_t best = 0;
@@ -37,7 +38,7 @@ MatmulShape shape_of(int64_t rows, int64_t experts, int64_t columns, bool gated)
   for (size_t i = 0; i < std::size(kMatmulShapes); ++i) {
     const MatmulShape& shape = kMatmulShapes[i];
     const int64_t out = gated ? shape.columns / 2 : shape.columns;
-    const int64_t halves = rows < shape.rows ? 2 : 2 * rows / shape.rows + 1;  // of a block of rows
+    const int64_t halves = rows < shape.rows ? 2 : 2 * rows / shape.rows + 1;  // half blocks of rows
     const int64_t tiles = in_wholes(experts * halves * in_wholes(columns, out), 2);
     const int64_t cycles = kStepCycles[i] * in_wholes(tiles, kMultiprocessors);
     if (cycles < least) best = i, least = cycles;
@@ -65,7 +66,7 @@ at::Tensor moe_product(const at::Tensor& given, const at::Tensor& counts, const 
   const at::Tensor rows = aligned(given), w = aligned(weight), counted = counts.contiguous();
   const int64_t experts = w.size(0), lines = w.size(1), depth = w.size(2), columns = gated ? lines / 2 : lines;
   at::Tensor out = at::empty({rows.size(0), columns}, rows.options());
-  // Blocks of rows are as large as they may have to be: half of that is more than what is likely.
+  // `rows` has room for the worst case, so assume that half of it is used.
   const MatmulShape shape =
       shape_of(std::max<int64_t>(in_wholes(rows.size(0), 2 * experts), 1), experts, columns, gated);
   const int64_t of_tile = gated ? shape.columns / 2 : shape.columns;

@@ -1,9 +1,9 @@
-// Where each choice of a token for an expert goes: what ranks know once they have told each other how many choices they
-// have for which expert. No tensors: tests/csrc/kernels/moe_routing_test.cpp.
+// Where each choice of a token for an expert goes, computed from all ranks' counts per expert. It uses no tensors;
+// tested by tests/csrc/kernels/moe_routing_test.cpp.
 //
-// Experts are spread evenly: rank r has experts r * local to (r + 1) * local - 1. The rows of an expert lie one behind
-// the other on its rank: by expert, then by the rank that sent them, then by token and choice. A rank's own choices
-// have slots in the order of their experts, then of token and choice: the order in which rows travel, either way.
+// Experts are spread evenly: rank r has experts r * local to (r + 1) * local - 1. On their rank, rows are ordered by
+// expert, then by source rank, then by token and choice. Slots of a rank's own choices are ordered by expert, then
+// token and choice. Rows travel in slot order in both directions.
 #pragma once
 
 #include <cstddef>
@@ -37,18 +37,18 @@ class MoeRouting {
 
   int ranks() const { return ranks_; }
   int64_t experts() const { return experts_; }
-  int64_t local() const { return local_; }  // experts of a rank
+  int64_t local() const { return local_; }  // experts per rank
   int owner(int64_t expert) const { return static_cast<int>(expert / local_); }
   int64_t count(int rank, int64_t expert) const { return counts_[at(rank, expert)]; }
-  int64_t rows(int rank) const { return rows_[static_cast<size_t>(rank)]; }  // that it gets, of all ranks
-  int64_t choices(int rank) const { return first_slot(rank, experts_); }     // that go anywhere
+  int64_t rows(int rank) const { return rows_[static_cast<size_t>(rank)]; }  // that it receives from all ranks
+  int64_t choices(int rank) const { return first_slot(rank, experts_); }     // that go to an expert
   int64_t sent(int from, int to) const { return first_slot_of(from, to + 1) - first_slot_of(from, to); }
-  // On the expert's rank: the first row of rank `source`.
+  // On the expert's rank: the first row from rank `source`.
   int64_t first_row(int source, int64_t expert) const { return first_row_[at(source, expert)]; }
   int64_t first_slot(int rank, int64_t expert) const { return first_slot_[slot_at(rank, expert)]; }
   int64_t first_slot_of(int rank, int owner) const { return first_slot(rank, owner * local_); }
 
-  // On rank `owner`: its rows of rank `source`, in the order of that rank's slots.
+  // On rank `owner`: its rows from rank `source`, in that rank's slot order.
   std::vector<int64_t> rows_of(int source, int owner) const {
     std::vector<int64_t> rows;
     rows.reserve(static_cast<size_t>(sent(source, owner)));
@@ -57,7 +57,7 @@ class MoeRouting {
     return rows;
   }
 
-  // Of every choice of this rank's tokens: its row on the expert's rank, and its slot; -1 where it goes nowhere.
+  // For every choice of this rank's tokens: its row on the expert's rank, and its slot; -1 if it goes nowhere.
   template <class I, class O>
   void place(int rank, const I* experts, int64_t choices, O* row, O* slot) const {
     std::vector<int64_t> before(static_cast<size_t>(experts_));

@@ -1,5 +1,5 @@
-// On CUDA tensors that something else than ark's kernels must move: by PyTorch's own operators and the group's
-// all_to_all. The host counts, and waits for the device.
+// Mixtures of experts on CUDA tensors that ark's kernels cannot move: uses PyTorch's operators and the group's
+// all_to_all. The host counts and waits for the device.
 #include "ops/moe.hpp"
 #include "process_group/cuda/cuda_group.hpp"
 
@@ -7,10 +7,10 @@ namespace ark::ops {
 
 namespace {
 
-// What the host needs to know of a call.
+// What the host must know about a call.
 struct Known {
   MoeRouting routing;
-  at::Tensor choices, theirs;  // of each slot; rows of this rank, by rank that sent them
+  at::Tensor choices, theirs;  // of each slot; this rank's rows by source rank
   std::vector<int64_t> sent, received;
 
   Known(const at::Tensor& places, const at::Tensor& rank_counts, ProcessGroupArk& group, c10::Device device)

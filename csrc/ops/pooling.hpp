@@ -1,7 +1,7 @@
-// Pooling of embedding rows on the CPU, forward and backward: one bag, one row of a gradient at a time.
+// Pools embedding rows on the CPU, forward and backward, one bag or one gradient row at a time.
 //
-// Everything adds in float32 (float64 in float64) in the order of the indices and rounds once, as the GPU's kernels do:
-// a weight's product is rounded before it is added, and a mean is the sum divided by the bag's length.
+// All sums are in float32 (float64 for float64), in index order, and rounded once, as in the GPU's kernels. A weight's
+// product is rounded before it is added, and a mean is the sum divided by the bag's length.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -17,19 +17,19 @@ namespace ark::ops {
 template <class T>
 using Sum = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-// NaNs as everywhere in this library: the positive quiet one.
+// NaNs become the positive quiet NaN, as everywhere in this library.
 template <class T>
 T rounded(Sum<T> value) {
   return value != value ? static_cast<T>(std::numeric_limits<Sum<T>>::quiet_NaN()) : static_cast<T>(value);
 }
 
-// One table's bags, for a whole batch.
+// One table's bags for a whole batch.
 template <class T, class I>
 struct Bags {
   const T* rows;
   const I* indices;
   const I* offsets;
-  const T* weights;  // null: 1
+  const T* weights;  // null: all 1
   int64_t dim, entries, bags;
   bool mean, last_offset;
 
@@ -37,7 +37,7 @@ struct Bags {
   int64_t end(int64_t bag) const { return bag + 1 == bags && !last_offset ? entries : int64_t{offsets[bag + 1]}; }
 };
 
-// out: dim elements; sums: as many, used within.
+// out: dim elements; sums: scratch of the same size.
 template <class T, class I>
 void pool(const Bags<T, I>& table, int64_t bag, T* out, Sum<T>* sums) {
   const int64_t dim = table.dim, from = table.begin(bag), to = table.end(bag);
@@ -58,7 +58,7 @@ void pool(const Bags<T, I>& table, int64_t bag, T* out, Sum<T>* sums) {
   for (int64_t c = 0; c < dim; ++c) out[c] = rounded<T>(sums[c]);
 }
 
-// Adds to `sums` what index i, of a bag of that length whose gradient is `gradient`, brings to its row's gradient.
+// Adds index i's contribution to its row's gradient. `gradient` and `length` are those of its bag.
 template <class T, class I>
 void add_gradient(const Bags<T, I>& table, int64_t i, int64_t length, const T* gradient, Sum<T>* sums) {
   const int64_t dim = table.dim;
@@ -73,11 +73,11 @@ void add_gradient(const Bags<T, I>& table, int64_t i, int64_t length, const T* g
   }
 }
 
-// What a row is called for: entries in the order of the indices, in parts of kRowPart whose sums are added in order. So
-// may a GPU share a row that very many bags name among threads.
+// A row's entries, in index order, are added in parts of kRowPart, and the parts' sums in order. So a GPU may split a
+// row that very many bags use among threads.
 inline constexpr int64_t kRowPart = 64;
 
-// The mean of a row's squares: blocks of 32 columns by neighbours, then the blocks in order.
+// The mean of a row's squares: pairwise within blocks of 32 columns, then the blocks in order.
 template <class F>
 F mean_of_squares(const F* gradient, int64_t dim) {
   F total = 0;

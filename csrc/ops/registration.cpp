@@ -1,5 +1,5 @@
-// The operators of this folder as PyTorch knows them: torch.ops.ark.*. Their fake kernels and gradients are
-// ark_torch/ops's; what users call, too.
+// Registers the operators of this folder with PyTorch: torch.ops.ark.*. ark_torch/ops has their fake kernels, gradients
+// and user functions.
 #include <torch/library.h>
 
 #include <algorithm>
@@ -48,7 +48,7 @@ std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>> embedding_bag_all_t
                             gradient, of_weights);
 }
 
-// Writes tables and state; the gradients of all weights behind one another.
+// Updates tables and state. Returns the gradients of all weights, concatenated.
 at::Tensor embedding_bag_all_to_all_update(const at::Tensor& gradient, at::TensorList tables, at::TensorList indices,
                                            at::TensorList offsets, at::TensorList weights,
                                            const std::optional<at::Tensor>& like, c10::string_view group,
@@ -60,7 +60,7 @@ at::Tensor embedding_bag_all_to_all_update(const at::Tensor& gradient, at::Tenso
                                             tables_per_rank, batch, dim, met, update, state, lr, eps),
                                gradient, of_weights)
                 .second;
-  // Autograd is to notice where another backward pass needs the rows as they were.
+  // Lets autograd detect another backward pass that needs the old rows.
   for (const auto& written : {tables, state})
     for (const at::Tensor& tensor : written)
       if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
@@ -267,7 +267,7 @@ TORCH_LIBRARY(ark, library) {
   library.def(
       "compressed_all_reduce(Tensor input, Tensor(a!)? residual, SymInt[] numel, int[] bits, int[] bucket, str format, "
       "str rounding, int seed, str op, str group) -> Tensor");
-  // Of its own, since Inductor does not take an operator that writes a tensor which is not given.
+  // A separate operator, because Inductor rejects one that writes an optional tensor which is not given.
   library.def(
       "compressed_all_reduce.without_residual(Tensor input, SymInt[] numel, int[] bits, int[] bucket, str format, "
       "str rounding, int seed, str op, str group) -> Tensor");

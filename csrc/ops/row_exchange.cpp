@@ -1,4 +1,4 @@
-// See the header.
+// Implements row_exchange.hpp.
 #include "ops/row_exchange.hpp"
 
 #include <ATen/Parallel.h>

@@ -1,4 +1,4 @@
-// See the header.
+// Implements tensor_map.hpp.
 #include "ops/tensor_map.hpp"
 
 #include <algorithm>

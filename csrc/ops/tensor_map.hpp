@@ -1,4 +1,4 @@
-// What the copy engine of a Hopper GPU must be told of a matrix.
+// Describes matrices to a Hopper GPU's copy engine.
 #pragma once
 
 #include <cstdint>
@@ -7,11 +7,11 @@
 
 namespace ark::ops {
 
-// Of lines of `length` adjacent elements of two bytes, `stride` elements apart, in boxes of `box_lines` lines of 128
-// bytes; zeros where the matrix has none.
+// Describes `lines` of `length` adjacent two-byte elements, `stride` elements apart, in boxes of `box_lines` lines of
+// 128 bytes. Reads outside of the matrix give zeros.
 device::TensorMap map_of(const void* data, int64_t length, int64_t lines, int64_t stride, int box_lines);
 
-// How many tiles of `whole` hold `count`.
+// The number of tiles of size `whole` that hold `count`.
 inline int64_t in_wholes(int64_t count, int64_t whole) {
   return (count + whole - 1) / whole;
 }

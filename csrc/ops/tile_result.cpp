@@ -1,4 +1,4 @@
-// See the header.
+// Implements tile_result.hpp.
 #include "ops/tile_result.hpp"
 
 #include <c10/core/DeviceGuard.h>
@@ -15,7 +15,7 @@ namespace ark::ops {
 
 namespace {
 
-// What launches on this device without peers report. Of the process, as the context that such a report ends.
+// The report of launches on this device without peers. Per process, because such a report ends the context.
 device::TileReport& local_report(int device, bool on_device) {
   static auto* const reports = new std::map<int, std::unique_ptr<PinnedMemory>>;
   static auto* const mutex = new std::mutex;

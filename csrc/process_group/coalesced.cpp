@@ -1,7 +1,7 @@
 // Several tensors in one call (functional collectives, FSDP, fused optimisers), and the coalescing manager.
 //
-// A coalesced call is one work whose body runs one collective a tensor, in order: on shared memory nothing is gained by
-// packing small tensors together first, and nothing has to be unpacked.
+// A coalesced call is one work whose body runs one collective per tensor, in order. Packing small tensors first gains
+// nothing on shared memory and would require unpacking.
 #include "process_group/cuda/work_cuda.hpp"
 #include "process_group/process_group_ark.hpp"
 
@@ -9,7 +9,7 @@ namespace ark {
 
 namespace {
 
-// Checks every entry; at least one.
+// Checks every entry and that there is at least one.
 void check_all(const CallSite& site, const char* argument, const Tensors& tensors) {
   if (tensors.empty()) {
     refuse(site, ErrorKind::invalid_argument, std::string(argument) + " is empty", "Pass at least one tensor.");
@@ -57,7 +57,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::allgather_coalesced(std::vector<Tensor
   return with_torch_errors([&] {
     const CallSite here = site("all_gather_coalesced");
     check_all(here, "input_tensor_list", inputs);
-    // One list a rank, each with an entry for every input.
+    // One list per rank, each with an entry for every input.
     check_count(here, "output_tensor_lists", outputs.size(), size_, "one list a rank");
     Tensors flat;
     for (int r = 0; r < size_; ++r) {
@@ -170,13 +170,13 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::reduce_scatter_tensor_coalesced(Tensor
   });
 }
 
-// Between startCoalescing and endCoalescing of one thread the works are issued as ever; endCoalescing returns one work
-// that is done when all of them are. PyTorch's manager never ends a batch in which something was refused: what such a
-// one has left behind goes when this thread starts the next. (That they are not nested, PyTorch sees to.)
+// Works between startCoalescing and endCoalescing of one thread are issued as usual. endCoalescing returns one work
+// that completes when all of them have. PyTorch's manager never ends a batch in which a call was refused, so the
+// thread's next batch frees what is left. PyTorch ensures that batches do not nest.
 void ProcessGroupArk::startCoalescing() {
   with_torch_errors([&] {
     site("_start_coalescing");
-    Coalescing left_behind;  // freed without the lock
+    Coalescing left_behind;  // freed outside the lock
     {
       std::lock_guard lock(mutex_);
       const auto [batch, fresh] = coalescing_.try_emplace(std::this_thread::get_id());
@@ -204,7 +204,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::endCoalescing() {
       coalescing_.erase(found);
       coalescing_threads_.fetch_sub(1);
     }
-    // Ended in any case: its next batch would be nested.
+    // End the carrier's batch even on error; otherwise its next batch would be nested.
     if (ended.carrier) {
       if (auto carried = ended.carrier->endCoalescing()) ended.works.push_back(std::move(carried));
     }

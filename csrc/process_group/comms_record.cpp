@@ -1,18 +1,18 @@
-// See comms_record.hpp.
+// Implements comms_record.hpp.
 #include "process_group/comms_record.hpp"
 
 namespace ark {
 
 namespace {
 
-// Templates, so that what one PyTorch minor lacks is discarded and not compiled.
+// A template, so that members which a PyTorch minor lacks are not compiled.
 template <typename Info>
 constexpr bool kKnowsAsync = requires(Info info) {
   info.isAsynchronizedOp();
 };
 
-// What is shown of a call. `rank` is what NCCL shows as "Rank": the own rank, but the root of broadcast, reduce, gather
-// and scatter, the destination of send and the source of recv. Elements: on every rank what the root holds.
+// The fields of a call's event. `rank` follows NCCL's "Rank": this rank, but the root of broadcast, reduce, gather and
+// scatter, and the peer of send and recv. Element counts use root's size on every rank.
 struct Shown {
   const CommsGroup& group;
   const Call& call;
@@ -56,12 +56,12 @@ void CommsRecord::start(const CommsGroup& group, const Call& call, int64_t seque
                 make_info<torch::ParamCommsDebugInfo>(shown, sequence, in_splits, out_splits));
   annotation_.emplace(at::RecordScope::USER_SCOPE);
   if (annotation_->isActive()) {
-    annotation_->_setAsync();  // as NCCL's: an operation may end on another thread
+    annotation_->_setAsync();  // as NCCL does: an operation may end on another thread
     annotation_->before("ark:" + std::string(call.name), c10::ArrayRef<const c10::IValue>(&inputs, 1));
   }
   event_.emplace(std::move(callbacks));
   if (event_->needsInputs()) {
-    // The list that ExecutionTraceObserver's readers expect from ProcessGroupNCCL, in its order.
+    // The list that readers of ExecutionTraceObserver expect from ProcessGroupNCCL, in the same order.
     std::vector<c10::IValue> list{std::move(inputs),
                                   std::make_tuple(sequence, shown.is_p2p),
                                   group.name,

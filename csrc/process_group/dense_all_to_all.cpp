@@ -1,7 +1,8 @@
-// all_to_all of one tensor or of lists, and barrier: check, describe, hand to the communicator.
+// all_to_all of one tensor or of lists, and barrier. Each method checks all arguments before any byte moves, describes
+// the operation and passes it to the communicator.
 //
-// No byte moves before all checks have passed. What a rank sends to each other may differ in size, and travels first;
-// inputs that share memory with outputs are copied, since pieces arrive before others have been sent.
+// The blocks of a rank may differ in size; sizes travel first. Inputs that share memory with outputs are copied, since
+// received blocks would overwrite data that is not sent yet.
 #include "process_group/process_group_ark.hpp"
 
 namespace ark {
@@ -71,7 +72,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::alltoall_base(at::Tensor& output, at::
                     .carry = [&](c10d::Backend& carrier) {
                       return carrier.alltoall_base(output, input, output_splits, input_splits, options);
                     }};
-    // Staged when input and output overlap: pieces would be overwritten before they are sent.
+    // Copy overlapping inputs: received blocks would overwrite data before it is sent.
     Input source(input.is_alias_of(output) ? input.clone() : input);
     return issue(call, [source = std::move(source), target = Output(here, "output", output), sends, receives,
                         element = input.element_size()](Communicator& group, Operation& op) mutable {

@@ -1,13 +1,12 @@
-// broadcast, all_gather, gather and scatter: what moves unchanged between one rank and all, or from all to all.
-//
-// Check, describe, hand to the communicator; no byte moves before all checks have passed.
+// broadcast, all_gather, gather and scatter. Each method checks all arguments before any byte moves, describes the
+// operation and passes it to the communicator.
 #include "process_group/process_group_ark.hpp"
 
 namespace ark {
 
 namespace {
 
-// One tensor a rank, each like the one given.
+// One tensor per rank, each with the shape and dtype of `like`.
 void check_list(const CallSite& site, const char* argument, const Tensors& list, int size, const char* like_argument,
                 const at::Tensor& like) {
   check_count(site, argument, list.size(), size, "one a rank");
@@ -19,7 +18,7 @@ void check_list(const CallSite& site, const char* argument, const Tensors& list,
   }
 }
 
-// One tensor a rank, of the sizes that the ranks have; this rank's is like the one given.
+// One tensor per rank, whose sizes may differ; this rank's entry matches `own`.
 void check_uneven(const CallSite& site, const char* argument, const Tensors& list, const at::Tensor& own) {
   for (size_t r = 0; r < list.size(); ++r) {
     const std::string entry = entry_of(argument, r);
@@ -30,7 +29,7 @@ void check_uneven(const CallSite& site, const char* argument, const Tensors& lis
                  "as many as tensor, being this rank's");
 }
 
-// The list of tensors that gather's destination and scatter's source give, and nobody else.
+// The list of tensors that only the root of a gather or scatter passes.
 Tensors list_of_root(const CallSite& site, const char* argument, const std::vector<Tensors>& lists, int size,
                      int64_t root, const char* root_is, const char* why_one, const at::Tensor& like) {
   if (root == site.rank) {
@@ -82,8 +81,8 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::allgather(std::vector<Tensors>& output
     check_count(here, "tensor_list", outputs.size(), 1, "one list for the one input");
     const Tensors& list = outputs[0];
     check_count(here, "tensor_list", list.size(), size_, "one a rank");
-    // Sizes that differ are for CUDA tensors alone, as with NCCL; Gloo has none, and an error on all ranks is worth
-    // more.
+    // Different sizes are supported for CUDA tensors only, as with NCCL. Gloo does not support them, and an error on
+    // all ranks is more useful.
     bool even = true;
     for (const at::Tensor& entry : list)
       even &= !input.is_cuda() || (entry.defined() && entry.numel() == input.numel());
@@ -93,7 +92,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::allgather(std::vector<Tensors>& output
       check_uneven(here, "tensor_list", list, input);
     }
     const Call call{.type = c10d::OpType::ALLGATHER,
-                    .kind = even ? Kind::all_gather : Kind::all_to_all,  // the latter has no count that all ranks share
+                    .kind = even ? Kind::all_gather : Kind::all_to_all,  // with uneven sizes, ranks share no count
                     .name = here.operation,
                     .event = "all_gather",
                     .timeout = options.timeout,
@@ -103,7 +102,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::allgather(std::vector<Tensors>& output
                     .shape = even ? debug_shape(input) : debug_shape(list),
                     .carry = [&](c10d::Backend& carrier) { return carrier.allgather(outputs, inputs, options); }};
     if (!even) {
-      // Every rank sends all of its own to everybody.
+      // Every rank sends its whole tensor to every other rank.
       std::vector<size_t> bytes;
       for (const at::Tensor& entry : list) bytes.push_back(entry.nbytes());
       return issue(call, [source = Input(input), targets = outputs_of(here, "tensor_list", list),
@@ -112,7 +111,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::allgather(std::vector<Tensors>& output
         std::vector<MutableBytes> to;
         for (size_t r = 0; r < bytes.size(); ++r) to.push_back({targets[r].data(), bytes[r]});
         op.descriptor.kind = Kind::all_to_all;
-        op.descriptor.count = 0;  // no number that all ranks share
+        op.descriptor.count = 0;  // ranks share no count
         group.all_to_all(op, from.data(), to.data());
         for (Output& target : targets) target.commit();
       });
@@ -179,7 +178,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::gather(std::vector<Tensors>& outputs, 
   });
 }
 
-#if ARK_TORCH_AT_LEAST(14)  // no other has it for a carrier
+#if ARK_TORCH_AT_LEAST(14)  // older versions do not pass it to a carrier
 ProcessGroupArk::WorkPtr ProcessGroupArk::gather_single(at::Tensor& output, at::Tensor& input,
                                                         const c10d::GatherOptions& options) {
   return with_torch_errors([&] {

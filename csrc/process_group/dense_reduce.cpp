@@ -1,6 +1,5 @@
-// all_reduce, reduce and reduce_scatter: check, describe, hand to the communicator.
-//
-// No byte moves before all checks have passed.
+// all_reduce, reduce and reduce_scatter. Each method checks all arguments before any byte moves, describes the
+// operation and passes it to the communicator.
 #include <algorithm>
 
 #include "process_group/process_group_ark.hpp"
@@ -99,7 +98,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::reduce_scatter(Tensors& outputs, std::
         target.commit();
       });
     }
-    // Parts of different sizes: one reduction to each rank in turn.
+    // Parts differ in size: one reduction to each rank in turn.
     return issue(call, [sources = inputs_of(parts), target = Output(here, "output", output),
                         counts = std::move(counts)](Communicator& group, Operation& op) mutable {
       op.descriptor.kind = Kind::reduce;

@@ -1,4 +1,4 @@
-// The queue of a group's collectives, and the threads and waiters that run it. See the header for who runs what.
+// The queue of a group's collectives, and the threads and waiters that run it.
 #include "process_group/executor.hpp"
 
 #include "process_group/group_core.hpp"
@@ -8,13 +8,13 @@ namespace ark {
 
 namespace {
 
-constexpr size_t kMostThreads = 16;  // callbacks that block, one inside the other; beyond that waiters make progress
+constexpr size_t kMostThreads = 16;  // for nested callbacks that block; beyond that, waiters make progress
 
 }  // namespace
 
 void Executor::submit(const Ptr& work, bool async, GroupCore& core, FlightEntry& entry) {
   std::unique_lock lock(mutex_);
-  if (async) ensure_thread();  // first: it may throw, and then nothing must have been numbered
+  if (async) ensure_thread();  // first, because it may throw before anything is numbered
   core.number(work->operation, entry);
   if (!async && !running_ && queue_.empty()) {
     running_ = true;
@@ -31,7 +31,7 @@ void Executor::submit(const Ptr& work, bool async, GroupCore& core, FlightEntry&
   ready_.notify_one();
 }
 
-// Called with the lock held when the right to run is free again.
+// Requires the lock. Called when another thread may run the next body.
 void Executor::released() {
   if (!queue_.empty()) ready_.notify_one();
   if (waiting_ > 0) changed_.notify_all();
@@ -45,12 +45,12 @@ void Executor::run_front(std::unique_lock<std::mutex>& lock) {
   work->execute();
   lock.lock();
   running_ = false;
-  // Callbacks may block: somebody else must be there for what is queued behind.
+  // Callbacks may block, so another thread must be free for the rest of the queue.
   if (!queue_.empty() && idle_ == 0 && !threads_.empty()) ensure_thread();
   released();
   lock.unlock();
   work->settle();
-  work.reset();  // its tensors go without the lock held
+  work.reset();  // frees its tensors outside the lock
   lock.lock();
 }
 
@@ -96,12 +96,12 @@ bool Executor::drain(Clock::time_point until) {
   return !running_ && queue_.empty();
 }
 
-// With the lock held: makes sure that one thread is, or will be, free to take the front of the queue.
+// Requires the lock. Makes sure that a thread is, or will be, free to take the front of the queue.
 void Executor::ensure_thread() {
   if (idle_ > 0 || stopping_ || threads_.size() >= kMostThreads) return;
   threads_.push_back(
       start_thread("a progress thread of the process group", [self = shared_from_this()] { self->thread_main(); }));
-  ++idle_;  // counted here, so that a burst of calls starts one thread only
+  ++idle_;  // counted here, so that a burst of calls starts only one thread
 }
 
 void Executor::thread_main() {
@@ -139,7 +139,7 @@ void Executor::stop() {
   for (auto& task : deferred) task();
   for (std::thread& thread : threads) {
     if (thread.get_id() == std::this_thread::get_id()) {
-      thread.detach();  // the group was destroyed from one of its own callbacks
+      thread.detach();  // one of the group's own callbacks destroyed it
     } else {
       thread.join();
     }

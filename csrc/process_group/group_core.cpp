@@ -1,4 +1,4 @@
-// Life of a group: numbering, ends of operations, failures and their hooks, its CUDA device, shutdown, fork.
+// The life of a group: numbering, completion, failures and hooks, its CUDA device, shutdown and fork.
 #include "process_group/group_core.hpp"
 
 #include <c10/util/Exception.h>
@@ -13,7 +13,7 @@ namespace ark {
 
 namespace {
 
-// Raised in every forked child, so that noticing a fork costs a load and not a system call.
+// Incremented in every forked child, so that detecting a fork costs a load instead of a system call.
 std::atomic<uint64_t> fork_generation{0};
 
 uint64_t current_fork_generation() {
@@ -22,7 +22,7 @@ uint64_t current_fork_generation() {
   return fork_generation.load(std::memory_order_relaxed);
 }
 
-// Never destroyed: groups may go while the process exits.
+// Never destroyed, because groups may be destroyed during process exit.
 struct Registry {
   std::mutex mutex;
   std::set<GroupCore*> groups;
@@ -35,7 +35,7 @@ Registry& registry() {
 }
 
 constexpr auto kLongest = std::chrono::hours(24 * 365);
-constexpr std::chrono::seconds kTelling{60};  // of a failure, when the group is destroyed
+constexpr std::chrono::seconds kTelling{60};  // time to report a failure when the group is destroyed
 
 }  // namespace
 
@@ -46,7 +46,7 @@ GroupCore::GroupCore(int rank_, int size_) : rank(rank_), size(size_), fork_gene
 
 GroupCore::~GroupCore() {
   if (forked()) {
-    // Threads, sockets and peers belong to the parent; only memory is given up.
+    // Threads, sockets and peers belong to the parent, so leak them in the child.
     new std::shared_ptr<Executor>(std::move(executor));
     (void)communicator.release();
     (void)carrier.release();
@@ -83,7 +83,7 @@ void GroupCore::check_open(const char* operation) const {
 }
 
 OperationContext GroupCore::context(const char* operation, uint64_t number, std::chrono::milliseconds asked) const {
-  // c10d's "unset" is -1 ms; zero means now.
+  // c10d passes -1 ms for "unset"; zero means now.
   auto timeout = asked.count() >= 0 ? asked : std::chrono::milliseconds(timeout_ms.load(std::memory_order_relaxed));
   const auto now = Clock::now();
   return {operation, number, timeout < kLongest ? now + timeout : Clock::time_point::max(), timeout};
@@ -159,10 +159,10 @@ void GroupCore::report_failure(const Error& failure) {
   run_abort_hooks();
 }
 
-// The completion hook is told of every finished work, in the order in which they finished, on a thread of its own;
-// abort hooks run on the thread that found the failure, so that they come before the error is raised.
+// The completion hook hears of finished works in order, on a progress thread. Abort hooks instead run on the thread
+// that found the failure, before the error is raised.
 void GroupCore::run_hook(c10d::OpType type, uint64_t number, Clock::time_point started, Clock::time_point ended) {
-  // On a thread of its own: a hook may be slow, take Python's lock, or issue collectives.
+  // A hook may be slow, take Python's lock or issue collectives, so it does not run here.
   auto info = std::make_shared<c10d::WorkInfo>(type, number, started, ended, ended - started);
   {
     std::lock_guard lock(hooks_mutex_);
@@ -174,7 +174,7 @@ void GroupCore::run_hook(c10d::OpType type, uint64_t number, Clock::time_point s
   executor->defer([self = shared_from_this()] { self->drain_hooks(); });
 }
 
-// One thread at a time, so that the hook hears of works in the order in which they finished.
+// Only one thread runs this at a time, so the hook hears of works in the order in which they finished.
 void GroupCore::drain_hooks() {
   std::unique_lock lock(hooks_mutex_);
   while (!hooks_.empty()) {
@@ -195,7 +195,7 @@ void GroupCore::add_abort_hook(int64_t id, AbortHook hook) {
 }
 
 void GroupCore::remove_abort_hook(int64_t id) {
-  std::shared_ptr<AbortHook> removed;  // goes without the lock held: it may hold Python objects
+  std::shared_ptr<AbortHook> removed;  // destroyed outside the lock, because it may hold Python objects
   const std::lock_guard lock(hooks_mutex_);
   if (const auto found = abort_hooks_.find(id); found != abort_hooks_.end()) {
     removed = std::move(found->second);
@@ -223,26 +223,25 @@ void GroupCore::wait_for_hooks() {
   hooks_changed_.wait(lock, [&] { return hooks_pending_ == 0; });
 }
 
-// On the CUDA device.
 std::shared_ptr<CudaGroup> GroupCore::cuda() {
   const std::lock_guard lock(cuda_mutex_);
   return cuda_;
 }
 
 void GroupCore::adopt(std::shared_ptr<CudaGroup> side) {
-  // The plain pointer is good: the side is closed, and says nothing any more, before the core goes.
+  // The raw pointer is safe: close_device() ends the side's calls before the core is destroyed.
   side->started = [side = side.get()](const OperationRecord& operation) {
     if (const int64_t start = side->times_of(operation, false).first; start != 0)
       FlightRecord::instance().started_on_device(operation.flight, start);
   };
   side->completed = [this, side = side.get()](const OperationRecord& operation) {
     {
-      // A kernel that gave up has ended as well, and so have those behind it.
+      // A kernel that gave up has ended too, as have those behind it, so they do not count as completed.
       const std::lock_guard lock(cuda_mutex_);
       const uint64_t failed_from = device_failure_ ? device_failure_->context().sequence : ~uint64_t{0};
       if (operation.sequence() >= failed_from) {
         if (failed_from > 0) FlightRecord::instance().failed(operation.flight, device_failure_->what());
-        return;  // from 0: nobody knows which one it was
+        return;  // 0: the failing operation is unknown
       }
     }
     const auto [start, end] = side->times_of(operation, true);
@@ -261,7 +260,7 @@ void GroupCore::adopt(std::shared_ptr<CudaGroup> side) {
 }
 
 void GroupCore::not_enqueued(uint64_t flight, const Error& cause) {
-  // What this machine could not do (compile, launch, allocate): the peers wait on their devices for what will not come.
+  // This machine failed (compile, launch or allocation), so the peers' devices wait for something that will not come.
   const bool of_this_machine = cause.kind() == ErrorKind::system || cause.kind() == ErrorKind::compile_failed;
   if (of_this_machine && shm && size > 1) shm->health().fail(cause);
   FlightRecord::instance().failed(flight, cause.what());
@@ -299,7 +298,7 @@ void GroupCore::close_device(std::chrono::milliseconds patience) {
                *untold);
   const bool ended = drained && !untold;
   side->close(ended);
-  // Kernels may still run, and threads watch them or tell of them: what they use is given up rather than freed.
+  // Kernels may still run, and threads may still watch them or report, so leak what they use.
   if (!ended) new std::shared_ptr<GroupCore>(shared_from_this());
 }
 

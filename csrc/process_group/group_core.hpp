@@ -1,7 +1,7 @@
-// What the members of one group share with their works: the communicator, the executor, health, flight record.
+// State that a group's members share with its works: communicator, executor, health and flight record.
 //
-// A GroupCore outlives the ProcessGroupArk as long as a Work of its is held. In a forked child it is inert: every
-// call raises, nothing is joined, closed or told to the peers.
+// A GroupCore outlives its ProcessGroupArk while any of its works is alive. In a forked child it is inert: every call
+// raises, and nothing is joined, closed or reported to peers.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -36,16 +36,16 @@ class GroupCore : public std::enable_shared_from_this<GroupCore> {
 
   OperationContext context(const char* operation, uint64_t sequence, std::chrono::milliseconds asked) const;
 
-  // What an operation is given that asked for `asked` (-1 ms: the group's timeout), with its share of extensions.
+  // Returns the operation's timeout: `asked` (-1 ms: the group's) plus its share of extensions.
   std::chrono::milliseconds extended(std::chrono::milliseconds asked, const TimeoutExtension::SharePtr& share) const;
 
-  // Counts an operation in (but for messages, which have their number) and records it, in the order of issue.
+  // Numbers the operation (messages have a number already) and records it, in issue order.
   void number(OperationRecord& operation, FlightEntry& entry);
-  // Notes the outcome of a work: flight record, error state, failure dump, completion hook.
+  // Reports the end of a work: flight record, error state, failure dump, completion hook.
   void finished(const WorkArk& work, std::exception_ptr error);
 
-  // The same for an operation on CUDA tensors that could not be enqueued, and for the device as a whole: before what it
-  // still waits for is let go, which then is no success, and afterwards.
+  // The same for an operation on CUDA tensors that could not be enqueued, and for a failed device: before waiting
+  // operations are released (their end is then no success), and afterwards.
   void not_enqueued(uint64_t flight, const Error& error);
   void device_gives_up(const Error& error);
   void device_gave_up(const Error& error);
@@ -54,9 +54,8 @@ class GroupCore : public std::enable_shared_from_this<GroupCore> {
   std::shared_ptr<CudaGroup> cuda();
   void adopt(std::shared_ptr<CudaGroup> cuda);
 
-  // Called when an operation fails, on the thread that finds it out, and before abort(): for what people want to
-  // capture then. More than once after one failure, as every later operation fails too. What a hook throws is a
-  // warning.
+  // Called on the thread that finds a failed operation, before abort(), to capture state. Every later operation fails
+  // too, so hooks may run more than once. Exceptions from a hook become warnings.
   using AbortHook = std::function<void()>;
   void add_abort_hook(int64_t id, AbortHook hook);
   void remove_abort_hook(int64_t id);
@@ -69,12 +68,12 @@ class GroupCore : public std::enable_shared_from_this<GroupCore> {
   void forget(const std::shared_ptr<RmaWindow>& window);
 
   void abort(const std::string& why);
-  // Waits for what was issued (bounded, on the device by a time of its own), says goodbye to the peers, stops the
+  // Waits for issued operations (bounded, with a separate limit for the device), says goodbye to peers and stops the
   // threads. Idempotent.
   void shutdown(std::chrono::milliseconds patience, std::chrono::milliseconds device_patience);
   static void shutdown_in_background(std::shared_ptr<GroupCore> core, std::chrono::milliseconds patience,
                                      std::chrono::milliseconds device_patience);
-  void wait_for_hooks();  // until the completion hook has run for everything finished so far
+  void wait_for_hooks();  // until the completion hook has run for all works finished so far
 
   const int rank;
   const int size;
@@ -83,21 +82,21 @@ class GroupCore : public std::enable_shared_from_this<GroupCore> {
   std::atomic<int64_t> timeout_ms{30 * 60 * 1000};
   const std::shared_ptr<TimeoutExtension> extension = std::make_shared<TimeoutExtension>();
   std::unique_ptr<Communicator> communicator;
-  ShmCommunicator* shm = nullptr;             // communicator, when it is that
-  c10::intrusive_ptr<c10d::Backend> carrier;  // what carries the group otherwise
-  // Of a group over several nodes: where its ranks are, its node's health, and RDMA or why there is none.
+  ShmCommunicator* shm = nullptr;             // the communicator, if it uses shared memory
+  c10::intrusive_ptr<c10d::Backend> carrier;  // carries the group otherwise
+  // For a group over several nodes: the place of its ranks, the health of this node, and RDMA or why it is not used.
   std::optional<NodePlan> plan;
   GroupHealth* node_health = nullptr;
   std::shared_ptr<rdma::Messages> rdma;
   std::string no_rdma;
   std::shared_ptr<Executor> executor = std::make_shared<Executor>();
-  std::atomic<uint64_t> sequence{0};  // collectives issued
+  std::atomic<uint64_t> sequence{0};  // number of collectives issued
   std::atomic<uint64_t> p2p_sequence{0};
   std::atomic<c10d::ErrorType> error{c10d::ErrorType::SUCCESS};
   uint32_t flight_group = 0;
-  std::string flight_dump;  // file prefix, empty: no dump
+  std::string flight_dump;  // file prefix; empty: no dump
   std::function<void(std::shared_ptr<c10d::WorkInfo>)> completion_hook;
-  std::atomic<bool> timing{false};  // operations on CUDA tensors take the device's time
+  std::atomic<bool> timing{false};  // operations on CUDA tensors record device times
 
  private:
   void report_failure(const Error& error);
@@ -106,15 +105,15 @@ class GroupCore : public std::enable_shared_from_this<GroupCore> {
   void close_device(std::chrono::milliseconds patience);
 
   std::mutex cuda_mutex_;
-  std::optional<Error> device_failure_;  // under cuda_mutex_
-  std::shared_ptr<CudaGroup> cuda_;      // after the communicator: it uses that one's health, and goes first
+  std::optional<Error> device_failure_;  // guarded by cuda_mutex_
+  std::shared_ptr<CudaGroup> cuda_;  // declared after the communicator, whose health it uses, so it is destroyed first
 
   std::mutex windows_mutex_;
   std::vector<std::shared_ptr<RmaWindow>> windows_;  // under windows_mutex_
 
   std::mutex hooks_mutex_;
   std::condition_variable hooks_changed_;
-  std::map<int64_t, std::shared_ptr<AbortHook>> abort_hooks_;  // under hooks_mutex_
+  std::map<int64_t, std::shared_ptr<AbortHook>> abort_hooks_;  // guarded by hooks_mutex_
   std::deque<std::shared_ptr<c10d::WorkInfo>> hooks_;
   int hooks_pending_ = 0;
   bool hooks_running_ = false;
@@ -122,9 +121,9 @@ class GroupCore : public std::enable_shared_from_this<GroupCore> {
   std::atomic<bool> closed_{false};
 };
 
-// Groups of this process that are open, for the shutdown at exit.
+// Shuts down all open groups of this process at exit.
 void shutdown_all_groups(std::chrono::milliseconds patience);
-// Takes note of what devices have done so far, for the flight record.
+// Updates the flight record with what devices have finished so far.
 void look_at_devices();
 
 }  // namespace ark

@@ -1,10 +1,8 @@
-// From what a method was called with to the operation's record and its work: on the host, or on a CUDA device.
+// Turns a method's call into an operation record and a work, on the host or on a CUDA device.
 //
-// The profiler's event covers all of it: a synchronous operation from beginning to end, the enqueueing of an
-// asynchronous one. What only a listener needs is built when somebody listens.
-//
-// On a device a barrier waits on the host first, behind what was issued on CPU tensors, then for the device. Messages
-// have a line of their own for each peer and direction; tags are not looked at, as with NCCL.
+// The profiler's event covers all of a synchronous operation and the enqueueing of an asynchronous one; data for
+// listeners is only built if there are any. On a device, a barrier first waits on the host, after operations on CPU
+// tensors, then for the device. Messages have a line per peer and direction; tags are ignored, as with NCCL.
 #include <torch/csrc/distributed/c10d/Utils.hpp>
 
 #include "collectives/cuda/tile_memory.hpp"
@@ -20,9 +18,9 @@ bool reduces(Kind kind) {
   return kind == Kind::all_reduce || kind == Kind::reduce || kind == Kind::reduce_scatter;
 }
 
-// Elements a rank, which all ranks must agree on.
+// The per-rank element count on which all ranks must agree.
 uint64_t agreed_count(Kind kind, uint64_t inputs, uint64_t outputs) {
-  if (kind == Kind::all_to_all) return 0;  // differ, and travel apart
+  if (kind == Kind::all_to_all) return 0;  // counts differ and travel separately
   return kind == Kind::reduce_scatter || kind == Kind::scatter ? outputs : inputs;
 }
 
@@ -100,7 +98,7 @@ const CommsGroup& ProcessGroupArk::comms() {
     comms_.size = size_;
     c10d::getGlobalRankStartAndStride(options_->global_ranks_in_group, comms_.global_rank_start,
                                       comms_.global_rank_stride);
-    // PyTorch tells the description only after the group was made, through a function that is not virtual.
+    // PyTorch sets the description after construction, through a function that is not virtual.
     FlightRecord::instance().describe_group(core_->flight_group, pg_uid_.empty() ? core_->name : pg_uid_, pg_desc_);
     comms_ready_ = true;
   }
@@ -181,7 +179,7 @@ c10::intrusive_ptr<CudaWork> ProcessGroupArk::enqueue_on(int line, uint64_t mess
   }
 }
 
-// The log may wait for the GIL, so that no lock is held here.
+// The log may wait for the GIL, so no lock is held here.
 void ProcessGroupArk::tell_of_engines(const std::string& why) {
   if (told_of_engines_.exchange(true) || rank_ != 0 || !options_->log) return;
   options_->log("group \"" + options_->group_name + "\" of " + std::to_string(size_) +
@@ -220,7 +218,7 @@ std::optional<bool> ProcessGroupArk::agreed(const std::vector<int64_t>& key) con
 }
 
 void ProcessGroupArk::agree(const std::vector<int64_t>& key, bool value) {
-  constexpr size_t kMost = 4096;  // shapes; forgotten on all ranks by the same call
+  constexpr size_t kMost = 4096;  // number of shapes; all ranks drop the cache at the same call
   const std::lock_guard lock(agreeing_);
   if (agreed_.size() >= kMost) agreed_.clear();
   agreed_.emplace(key, value);
@@ -270,7 +268,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::barrier_cuda(const Call& call, const c
   const Body body = [](Communicator& group, Operation& op) { group.barrier(op); };
   WorkPtr on_host;
   if (!is_capturing(device)) {
-    on_host = run_on_host(call, body);  // behind what was issued on CPU tensors
+    on_host = run_on_host(call, body);  // after operations on CPU tensors
     if (!call.async) on_host->wait();
   }
   if (cuda->carrier) {
@@ -289,8 +287,8 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::barrier_cuda(const Call& call, const c
 
 ProcessGroupArk::WorkPtr ProcessGroupArk::all_reduce_sparse_cuda(const at::Tensor& tensor,
                                                                  const c10d::AllreduceOptions& options) {
-  // Reduced on the host, in rank order like any other: adding up rows on a device is not repeatable. Blocks the host,
-  // asynchronous or not, as sizes that only the device knows do anyway.
+  // Reduced on the host in rank order, like any other sum, because adding rows on a device is not reproducible. This
+  // blocks the host even if asynchronous, but so do sizes that only the device knows.
   if (is_capturing(tensor.device())) {
     refuse({rank_, "all_reduce_sparse"}, ErrorKind::invalid_argument, "tensor is sparse, and a graph is being captured",
            "Reduce sparse tensors outside of graphs.");

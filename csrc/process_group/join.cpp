@@ -1,4 +1,4 @@
-// How a group comes to be: its ranks meet, find out with whom they share memory, and choose what carries the group.
+// Creates a group: its ranks meet, find out which of them share memory, and choose the carrier.
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "process_group/carriers/backend_carrier.hpp"
@@ -20,7 +20,7 @@ std::string minor_of(const std::string& version) {
   return version.substr(0, version.find('.', version.find('.') + 1));
 }
 
-// As which machine this process counts: Options::node stands for one.
+// The machine that this process counts as; Options::node overrides it.
 Identity identity_of(const ProcessGroupArk::Options& options) {
   Identity identity = Identity::of_this_process();
   if (options.node >= 0)
@@ -38,7 +38,7 @@ ShmOptions shm_options_of(const ProcessGroupArk::Options& options) {
   return shm;
 }
 
-// What the first rank of a node tells the others; anything else is an error.
+// The first rank of a node tells the others one of these; anything else is an error.
 constexpr const char* kShares = "shares memory";
 constexpr const char* kApart = "shares no memory";
 
@@ -71,7 +71,7 @@ void ProcessGroupArk::join() {
     connecting.segment_bytes = ShmCommunicator::segment_bytes(size_);
     connecting.timeout = options_->timeout;
     connecting.allow_sharing = options_->shared_memory != Options::SharedMemory::off;
-    // Read by rank 0 alone, once all have met.
+    // Rank 0 reads these once all ranks have met.
     const std::string version = TORCH_VERSION;
     if (rank_ > 0) adapter.set(torch_key(rank_), {version.begin(), version.end()});
     ConnectResult result = connect(adapter, connecting, identity_of(*options_));
@@ -90,8 +90,8 @@ void ProcessGroupArk::join() {
   }
 }
 
-// Memory of the ranks of this rank's node. Nodes that turn out to share none inside come apart into one a rank, for all
-// ranks alike: the first rank of each tells the others.
+// Finds the memory of this rank's node. If the ranks of a node turn out to share none, its first rank tells all others
+// and the node splits into one per rank, the same on all ranks.
 std::pair<NodePlan, Neighbourhood> ProcessGroupArk::find_node(StoreAdapter& store, const ConnectResult& result) {
   std::vector<int> nodes = result.nodes;
   const auto come_apart = [&](int node) {
@@ -99,7 +99,7 @@ std::pair<NodePlan, Neighbourhood> ProcessGroupArk::find_node(StoreAdapter& stor
       if (one == node) one = -1 - static_cast<int>(&one - nodes.data());
   };
   NodePlan plan(nodes, rank_);
-  if (plan.nodes() == 1) come_apart(nodes[0]);  // one machine, and yet no memory
+  if (plan.nodes() == 1) come_apart(nodes[0]);  // one machine, but no shared memory
   plan = NodePlan(nodes, rank_);
   const auto key = [&](int node) { return "node/" + result.start + "/" + std::to_string(node); };
   std::optional<Neighbourhood> mine;
@@ -146,16 +146,16 @@ void ProcessGroupArk::join_nodes(StoreAdapter& store, const ConnectResult& resul
                 ErrorContext{rank_, -1, "init", 0, "Set Options::make_carrier to a function that makes a Gloo group."});
   }
   auto [plan, node] = find_node(store, result);
-  // Peers connect while this process may be waiting in its store, which holds up all other uses of the same client.
+  // Peers connect while this process may be waiting in its store, which blocks all other uses of the same client.
   const auto own_store = [&]() -> std::unique_ptr<KeyValueStore> {
     auto client = store_;
     try {
       client = store_->clone();
-    } catch (const std::exception&) {  // a user's own kind of store
+    } catch (const std::exception&) {  // a user-defined store
     }
     return std::make_unique<StoreAdapter>(c10::make_intrusive<c10d::PrefixStore>("ark", std::move(client)));
   };
-  // Where this rank writes it needs a client of its own, too. The others ask one question, when they raise.
+  // The rank that writes also needs its own client. The others only ask once, when they raise an error.
   std::shared_ptr<KeyValueStore> of_beats =
       plan.local() == 0 ? own_store()
                         : std::make_unique<StoreAdapter>(c10::make_intrusive<c10d::PrefixStore>("ark", store_));
@@ -185,7 +185,7 @@ void ProcessGroupArk::join_nodes(StoreAdapter& store, const ConnectResult& resul
   if (rdma.carrier) core_->rdma = rdma.carrier->messages();
   core_->no_rdma = rdma.carrier ? "" : rdma.reason;
   core_->plan = plan;
-  // News of failures go by Gloo always: its connections end with a process, a NIC's after a retry budget.
+  // News of failures always uses Gloo: its connections end with the process, a NIC's only after a retry budget.
   const auto gloo = std::make_shared<BackendCarrier>(core_->carrier);
   const std::shared_ptr<Carrier> between = rdma.carrier ? std::shared_ptr<Carrier>(rdma.carrier) : gloo;
   auto communicator =
@@ -200,8 +200,8 @@ uint64_t ProcessGroupArk::messages_between_nodes() const {
   return carried ? carried->messages_sent() : 0;
 }
 
-// Ranks may have different minors: what they share is ark's own (messages, memory). Once a process, since every later
-// group has the same ranks.
+// Ranks may run different PyTorch minors, because they share only ark's own messages and memory. Reported once per
+// process, since later groups have the same ranks.
 void ProcessGroupArk::tell_mixed_versions(StoreAdapter& store) const {
   static std::atomic<bool> told{false};
   std::map<std::string, std::vector<int>> ranks_of;

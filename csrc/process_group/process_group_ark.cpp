@@ -13,7 +13,7 @@ namespace {
 
 constexpr auto kPatience = std::chrono::seconds(10);  // how long shutdown() waits for pending operations
 
-// What is enqueued on a device may stand behind much other work, and nobody has waited for it; it ends by its timeout.
+// Device operations may queue behind much other work that no caller has waited for, but they end by their timeout.
 std::chrono::milliseconds device_patience_of(const GroupCore& core) {
   return std::min<std::chrono::milliseconds>(std::chrono::milliseconds(core.timeout_ms.load()),
                                              std::chrono::hours(24)) +
@@ -34,8 +34,8 @@ ProcessGroupArk::ProcessGroupArk(const c10::intrusive_ptr<c10d::Store>& store, i
 }
 
 ProcessGroupArk::~ProcessGroupArk() {
-  // Never waits here: Python may run this with its lock held (DDP's Reducer does), and a progress thread may need that
-  // lock to let go of a tensor. shutdown_all_groups(), at exit, waits for such stragglers.
+  // Never waits here: Python may hold its lock during this call (DDP's Reducer does), and a progress thread may need
+  // that lock to release a tensor. shutdown_all_groups() waits at exit.
   const auto device_patience = device_patience_of(*core_);
   GroupCore::shutdown_in_background(std::move(core_), kPatience, device_patience);
 }
@@ -151,7 +151,7 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupArk::split(const c10::intrusive_pt
     if (found == ranks.end()) return nullptr;
     auto options = options_like(opts);
     std::unique_lock lock(mutex_);
-    // PyTorch asks once for each device type of the same instance, with the same name and store.
+    // PyTorch asks once for each device type of an instance, with the same name and store.
     if (auto child = children_.find(options->group_name); child != children_.end() && !options->group_name.empty()) {
       return child->second;
     }
@@ -183,7 +183,7 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupArk::merge(const c10::intrusive_pt
 c10::intrusive_ptr<c10d::Backend> ProcessGroupArk::shrink(const std::vector<int64_t>& ranks_to_exclude, int,
                                                           const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
   return with_torch_errors([&]() -> c10::intrusive_ptr<c10d::Backend> {
-    core_->check_forked("shrink");  // a failed or aborted group may be shrunk: that is what it is for
+    core_->check_forked("shrink");  // shrinking a failed or aborted group is allowed: that is its purpose
     const CallSite here{rank_, "shrink"};
     std::vector<bool> out(size_, false);
     for (int64_t member : ranks_to_exclude) {

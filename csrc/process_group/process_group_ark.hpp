@@ -1,11 +1,9 @@
-// The c10d::Backend "ark": PyTorch's collectives over the library below.
+// The c10d::Backend "ark": PyTorch's collectives over ark's communicators.
 //
-// Every virtual checks its arguments completely, describes the operation once (Call), turns it into one blocking body
-// over the group's Communicator and issues that; issue() alone knows how a body is run (operation_record.hpp). Results
-// have the same bits whatever carries the group. Methods may be called from any thread; the order of issue must be the
-// same on all ranks. CUDA tensors take another way from issue() on: the body enqueues on a stream (cuda_group.hpp).
-// Split over join.cpp, process_group_ark.cpp (life and administration), issue.cpp, the collectives in dense_reduce.cpp,
-// dense_gather.cpp, dense_all_to_all.cpp, coalesced.cpp and sparse.cpp, and send_recv.cpp.
+// Every virtual method checks its arguments, describes the operation once (Call), turns it into one blocking body over
+// the group's Communicator and issues that. Only issue() knows how a body runs (operation_record.hpp); for CUDA tensors
+// it enqueues the body on a stream (cuda_group.hpp). Results have the same bits with every carrier. Methods may be
+// called from any thread; the issue order must be the same on all ranks.
 #pragma once
 
 #include <c10/util/FunctionRef.h>
@@ -46,47 +44,48 @@ class NcclEntry;
 
 class ProcessGroupArk : public c10d::Backend {
  public:
-  // What init_process_group(pg_options=...) and new_group(pg_options=...) take; copyable.
+  // The pg_options of init_process_group() and new_group(); copyable.
   struct Options : c10d::Backend::Options {
     enum class SharedMemory : int { automatic = 0, on = 1, off = 2 };
     Options() : c10d::Backend::Options("ark") {}
     SharedMemory shared_memory = SharedMemory::automatic;
-    bool debug = false;                   // compare every rank's arguments before every collective
-    int64_t node = -1;                    // as of which machine this rank counts, for trials; -1: where it is
-    int64_t spin_us = -1;                 // how long a waiting thread polls before it sleeps; negative: chosen
-    int64_t flight_record = 2048;         // operations kept by the process's flight record
-    std::string flight_dump;              // where a failure writes it (file prefix); empty: nowhere
-    std::vector<Rule> dispatch;           // empty: the measured defaults; rank 0's count
+    bool debug = false;                   // compare all ranks' arguments before every collective
+    int64_t node = -1;                    // count as this machine, for trials; -1: the real one
+    int64_t spin_us = -1;                 // how long a waiting thread polls before it sleeps; negative: automatic
+    int64_t flight_record = 2048;         // operations that the process's flight record keeps
+    std::string flight_dump;              // file prefix for dumps after a failure; empty: none
+    std::vector<Rule> dispatch;           // empty: measured defaults; rank 0's setting counts
     std::vector<CudaRule> cuda_dispatch;  // the same for CUDA tensors
-    int64_t buffer_mb = 512;              // of GPU memory that peers map, for large buckets, at most; rank 0's counts
-    bool share_gpu = false;               // ranks may have the same GPU; for tests, slow
-    // CUDA tensors go through memory of the host; false: never; unset: where peers' memory cannot be had. Rank 0's.
+    int64_t buffer_mb = 512;              // most GPU memory that peers map for large buckets; rank 0's setting counts
+    bool share_gpu = false;               // ranks may share a GPU; slow, for tests
+    // true: CUDA tensors go through host memory; false: never; unset: only if peers' memory is unavailable. Rank 0's
+    // counts.
     std::optional<bool> disable_p2p;
-    bool nccl_leaves_p2p = false;  // PyTorch's NCCL does not use peers' memory (NCCL_P2P_DISABLE); rank 0's
-    bool timing = false;           // CUDA tensors: operations take the device's times
-    bool fast_reduction = false;   // CUDA tensors: sums in any order, where that was measured faster; rank 0's
-    bool flat_order = false;       // over nodes: sums in the order of all ranks, as on one node
-    rdma::Wish net = rdma::Wish::automatic;  // what carries groups between nodes
-    rdma::Options rdma;                      // where that is RDMA
+    bool nccl_leaves_p2p = false;            // PyTorch's NCCL avoids peers' memory (NCCL_P2P_DISABLE); rank 0's
+    bool timing = false;                     // operations on CUDA tensors record device times
+    bool fast_reduction = false;             // CUDA tensors: sums in any order if that measured faster; rank 0's
+    bool flat_order = false;                 // over several nodes: add in the order of all ranks, as on one node
+    rdma::Wish net = rdma::Wish::automatic;  // carrier between nodes
+    rdma::Options rdma;                      // settings for RDMA
     int64_t global_rank = -1;                // for names of dumps; -1: the rank in the group
-    // Makes the group that carries this one where ranks share no memory (PyTorch's Gloo); called at most once, on
-    // every rank. Kept by split(), merge() and shrink().
+    // Makes the carrier (PyTorch's Gloo) if ranks share no memory; called at most once, on every rank. split(), merge()
+    // and shrink() keep it.
     std::function<c10::intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Store>, int rank, int size,
                                                     std::chrono::milliseconds timeout)>
         make_carrier;
-    // The same for CUDA tensors where ark cannot move them between these GPUs (PyTorch's NCCL).
+    // The same for CUDA tensors if ark cannot move them between these GPUs (PyTorch's NCCL).
     std::function<c10::intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Store>, int rank, int size,
                                                     std::chrono::milliseconds timeout)>
         make_cuda_carrier;
-    // An uninitialised tensor of memory that can be registered (ark_torch.memory.pool()).
+    // Allocates an uninitialised tensor that can be registered (ark_torch.memory.pool()).
     std::function<at::Tensor(int64_t size, at::ScalarType dtype, c10::Device device)> allocate;
     std::function<void(const std::string&)> log;  // one line for people
 
-    // PyTorch copies a parent's options for split and merge; without this they would be shared, and changed.
+    // PyTorch copies a parent's options for split and merge. Without this they would be shared and modified.
     c10::intrusive_ptr<c10d::Backend::Options> clone() const ARK_OVERRIDE_SINCE_2_14;
   };
 
-  // Collective over the group's ranks; returns when all have joined or raises.
+  // Collective over the group's ranks. Returns when all have joined, or throws.
   static c10::intrusive_ptr<ProcessGroupArk> create(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                     const c10::intrusive_ptr<Options>& options);
   ProcessGroupArk(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
@@ -102,7 +101,7 @@ class ProcessGroupArk : public c10d::Backend {
   WorkPtr allgather(std::vector<Tensors>&, Tensors&, const c10d::AllgatherOptions& = {}) override;
   WorkPtr _allgather_base(at::Tensor&, at::Tensor&, const c10d::AllgatherOptions& = {}) override;
   WorkPtr gather(std::vector<Tensors>&, Tensors&, const c10d::GatherOptions& = {}) override;
-  // Also what gather_into_tensor() ends in, its former name.
+  // gather_into_tensor(), its former name, ends here too.
   WorkPtr gather_single(at::Tensor&, at::Tensor&, const c10d::GatherOptions& = {}) ARK_OVERRIDE_SINCE_2_14;
   WorkPtr scatter(Tensors&, std::vector<Tensors>&, const c10d::ScatterOptions& = {}) override;
   WorkPtr reduce_scatter(Tensors&, std::vector<Tensors>&, const c10d::ReduceScatterOptions& = {}) override;
@@ -112,7 +111,7 @@ class ProcessGroupArk : public c10d::Backend {
   WorkPtr alltoall(Tensors&, Tensors&, const c10d::AllToAllOptions& = {}) override;
   WorkPtr barrier(const c10d::BarrierOptions& = {}) override;
 
-  // Several tensors in one call, and COO tensors (coalesced.cpp, sparse.cpp).
+  // Several tensors in one call, and sparse COO tensors (coalesced.cpp, sparse.cpp).
   WorkPtr allreduce_coalesced(Tensors&, const c10d::AllreduceCoalescedOptions& = {}) override;
   WorkPtr allgather_coalesced(std::vector<Tensors>&, Tensors&, const c10d::AllgatherOptions& = {}) override;
   WorkPtr allgather_into_tensor_coalesced(Tensors&, Tensors&, const c10d::AllgatherOptions& = {}) override;
@@ -127,7 +126,7 @@ class ProcessGroupArk : public c10d::Backend {
   WorkPtr recv(Tensors&, int source, int tag) override;
   WorkPtr recvAnysource(Tensors&, int tag) override;
 
-  // Administration.
+  // Administration (process_group_ark.cpp).
   const std::string getBackendName() const override { return "ark"; }
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
   void setTimeout(std::chrono::milliseconds timeout) override;
@@ -156,60 +155,58 @@ class ProcessGroupArk : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> shrink(const std::vector<int64_t>& ranks_to_exclude, int flags = 0,
                                            const c10::intrusive_ptr<c10d::Backend::Options>& = nullptr) override;
 
-  // "2 nodes (2 + 2 ranks), 2 rails, gloo between them"; empty where all ranks share memory.
+  // For example "2 nodes (2 + 2 ranks), 2 rails, gloo between them"; empty if all ranks share memory.
   const std::string& plan() const { return plan_; }
   std::string rdma_trouble() const { return core_->rdma ? core_->rdma->trouble() : ""; }
-  uint64_t messages_between_nodes() const;  // that this rank has sent in collectives
+  uint64_t messages_between_nodes() const;  // sent by this rank in collectives
   bool shares_memory() const { return core_->shm != nullptr; }
-  // Who moves CUDA tensors: "ark", a carrier's name, or "" before the first operation on any.
+  // What moves CUDA tensors: "ark", a carrier's name, or "" before the first such operation.
   std::string cuda_carrier() const;
-  // Why ark's go through memory of the host; empty: they do not.
+  // Why CUDA tensors go through host memory; empty if they do not.
   std::string cuda_on_host() const;
   uint64_t cuda_shared_bytes() const;
   uint64_t cuda_registered_bytes() const;
-  uint64_t cuda_carried() const;  // collectives that NCCL carried as an entry of the dispatch table
+  uint64_t cuda_carried() const;  // collectives that NCCL carried as a dispatch table entry
 
-  // Registered memory (registration.cpp). Collective. False: something else than ark carries CUDA tensors of this
-  // group, and nothing was done. No tensor: the caller has none, which is told to all ranks.
+  // Registered memory (registration.cpp). Collective. Returns false, and does nothing, if ark does not carry CUDA
+  // tensors of this group. A rank without a tensor passes none, and all ranks learn of it.
   bool register_memory(const std::optional<at::Tensor>& tensor);
   void deregister_memory(const std::optional<at::Tensor>& tensor);
-  // All segments of a pool: their addresses and bytes, on this device. Those of the same pool that are registered
-  // already are left as they are.
+  // Registers all segments of a pool (address and bytes) on this device. Segments that are registered already stay so.
   using PoolId = std::pair<uint64_t, uint64_t>;
   using Segments = std::vector<std::pair<uintptr_t, uint64_t>>;
   bool register_pool(const PoolId& pool, c10::Device device, const Segments& segments);
   void deregister_pool(const PoolId& pool);
 
-  // One-sided windows on CPU tensors (rma/windows.cpp), PyTorch's interface since 2.14. Collective, as is registering.
+  // One-sided windows on CPU tensors (rma/windows.cpp), PyTorch's interface since 2.14. Both calls are collective.
   bool supportsWindow() const ARK_OVERRIDE_SINCE_2_14;
   c10::intrusive_ptr<BaseWindow> new_window(const std::optional<at::Tensor>& tensor = std::nullopt)
       ARK_OVERRIDE_SINCE_2_14;
-  // For the window: `offer` throws what this rank's tensor lacks.
+  // For WindowArk. `offer` returns this rank's memory, or throws what its tensor lacks.
   std::shared_ptr<RmaWindow> open_window(const std::function<RmaWindow::Memory()>& offer);
   void close_window(const std::shared_ptr<RmaWindow>& window);
-  bool shares_windows() const;  // with other ranks, so that a tensor must lie in memory that they can map
+  bool shares_windows() const;  // true if other ranks must be able to map this rank's tensor
   const std::shared_ptr<GroupCore>& core() const { return core_; }
 
-  // A launch of a compiled region that holds collectives of this group, on the current stream: one of the group's
-  // operations, numbered, recorded and kept in their order. False, and nothing done: something else than ark carries
-  // CUDA tensors of this group.
+  // Launches a compiled region with collectives of this group on the current stream, numbered, recorded and ordered as
+  // one operation of the group. Returns false, and does nothing, if ark does not carry CUDA tensors of this group.
   using RegionLaunch = c10::function_ref<void(CudaCommunicator&, const Operation&)>;
   bool launch_region(const char* name, c10::Device device, RegionLaunch launch);
-  // A fused operator on CPU tensors: one of the group's collectives, which are compared by `fingerprint` among ranks.
-  // Returns when it is done.
+  // Runs a fused operator on CPU tensors as one collective of the group and returns when it is done. Ranks compare
+  // `fingerprint`.
   using FusedBody = OperationRecord::Body;
   void run_fused(const char* name, const at::Tensor& result, uint64_t fingerprint, FusedBody body);
-  // What ranks have agreed on for calls of a fused operator on CUDA tensors that are alike in `key`; none: not yet.
+  // What ranks have agreed on for a fused operator's CUDA calls with this key, or none yet.
   std::optional<bool> agreed(const std::vector<int64_t>& key) const;
   void agree(const std::vector<int64_t>& key, bool value);
   // What a fused operator on CUDA tensors has reported (collectives/cuda/tile_memory.hpp).
   std::optional<device::TileReport> tile_failure() const;
-  // An uninitialised CUDA tensor of memory that can be registered, if the group has registered any; else undefined.
+  // Allocates an uninitialised CUDA tensor that can be registered, if the group has registered memory; else undefined.
   at::Tensor allocate_registered(at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device);
-  // Throws what ended the group on this device, if anything has.
+  // Throws the error that ended the group on this device, if any.
   void check_region(const char* name, c10::Device device);
 
-  // Tensors from ark_torch.memory.pool().
+  // Allocates tensors from ark_torch.memory.pool().
   at::Tensor allocateTensor(long size, at::TensorOptions options = {}) override;
   bool supportsTensorAlloc(c10::DeviceIndex index) override;
 
@@ -223,24 +220,24 @@ class ProcessGroupArk : public c10d::Backend {
   };
   struct Coalescing {
     std::vector<WorkPtr> works;
-    std::deque<SelfEnd> self_sends, self_recvs;  // without their counterpart yet
-    c10::intrusive_ptr<c10d::Backend> carrier;   // coalesces too, from its first operation on
+    std::deque<SelfEnd> self_sends, self_recvs;  // without a counterpart yet
+    c10::intrusive_ptr<c10d::Backend> carrier;   // also coalesces, from its first operation on
   };
 
-  void join();  // meets the other ranks
+  void join();  // meets the other ranks (join.cpp)
   std::pair<NodePlan, Neighbourhood> find_node(StoreAdapter& store, const ConnectResult& result);
   void join_nodes(StoreAdapter& store, const ConnectResult& result);
   void tell_mixed_versions(StoreAdapter& store) const;
   CallSite site(const char* operation) const;  // also checks that the group is open
-  // Runs the body or queues it, on CUDA tensors enqueues what it does; its outputs are the work's result (issue.cpp).
+  // Runs or queues the body; for CUDA tensors enqueues it. The call's outputs are the work's result (issue.cpp).
   WorkPtr issue(const Call& call, Body body);
   c10::intrusive_ptr<WorkArk> run_on_host(const Call& call, Body body);
   c10::intrusive_ptr<WorkArk> make_work(c10d::OpType type, const char* name, Tensors outputs);
   FlightEntry flight_entry(const Call& call) const;
-  // Fills in all but what numbering and running add.
+  // Fills in everything except what numbering and running add.
   void describe(const Call& call, Body body, const FlightEntry& entry, OperationRecord& operation) const;
   const CommsGroup& comms();
-  // What the ranks compare in debug mode; 0 in any other.
+  // The shape that ranks compare in debug mode; otherwise 0.
   uint64_t debug_shape(const at::Tensor& tensor) const { return options_->debug ? shape_hash(1, tensor) : 0; }
   uint64_t debug_shape(const Tensors& list) const {
     uint64_t hash = 1;
@@ -249,11 +246,11 @@ class ProcessGroupArk : public c10d::Backend {
   }
   WorkPtr transfer_to_self(const CallSite& site, const at::Tensor& tensor, bool is_send);
   WorkPtr transfer(Tensors& tensors, int peer, int tag, bool is_send, bool any_source);
-  uint64_t next_message(bool is_send, int peer, int tag);  // counts, for the flight record
-  WorkPtr collect(WorkPtr work);                           // remembers it while coalescing
+  uint64_t next_message(bool is_send, int peer, int tag);  // counts messages, for the flight record
+  WorkPtr collect(WorkPtr work);                           // keeps the work while coalescing
 
   // CUDA tensors (issue.cpp, cuda/cuda_side.cpp).
-  c10::Device device_of(const Call& call) const;  // of all tensors; refuses several
+  c10::Device device_of(const Call& call) const;  // of all tensors; refuses several devices
   std::shared_ptr<CudaGroup> cuda_side(const char* operation, c10::Device device);
   std::shared_ptr<CudaGroup> join_on(const char* operation, c10::Device device);
   [[noreturn]] void fail_cuda(KeyValueStore& store, Error error);
@@ -273,12 +270,12 @@ class ProcessGroupArk : public c10d::Backend {
   WorkPtr barrier_cuda(const Call& call, const c10d::BarrierOptions& options, c10::Device device);
   WorkPtr all_reduce_sparse_cuda(const at::Tensor& tensor, const c10d::AllreduceOptions& options);
 
-  // Registered memory (registration.cpp); all but range_of() with registering_ held.
+  // Registered memory (registration.cpp). All but range_of() require registering_.
   template <class Act>
   auto registering(const char* call, Act&& act);
   static RegisteredRange range_of(const CallSite& site, const std::optional<at::Tensor>& tensor);
-  bool may_register();           // false: ark does not carry CUDA tensors, and the log says so
-  Registration& registration();  // made by all ranks at the first call
+  bool may_register();           // false, with a log line, if ark does not carry CUDA tensors
+  Registration& registration();  // all ranks create it at the first call
   Windows* windows_on(const char* call, c10::Device device, std::shared_ptr<CudaCommunicator>& communicator);
 
   c10::intrusive_ptr<Options> options_like(const c10::intrusive_ptr<c10d::Backend::Options>& given) const;
@@ -286,7 +283,7 @@ class ProcessGroupArk : public c10d::Backend {
   c10::intrusive_ptr<c10d::Store> store_;
   c10::intrusive_ptr<Options> options_;
   std::shared_ptr<GroupCore> core_;
-  std::mutex mutex_;  // children, comms, coalescing
+  std::mutex mutex_;  // guards children, comms and coalescing
   std::map<std::string, c10::intrusive_ptr<c10d::Backend>> children_;
   CommsGroup comms_;
   bool comms_ready_ = false;
@@ -296,7 +293,7 @@ class ProcessGroupArk : public c10d::Backend {
   int shrinks_ = 0;
   std::string start_;  // ConnectResult::start
   std::string plan_;
-  std::mutex registering_;  // one call at a time; what follows
+  std::mutex registering_;  // serialises calls; guards the members below
   std::unique_ptr<Registration> registration_;
   std::optional<Error> registration_failure_;
   bool told_of_registration_ = false;
@@ -310,7 +307,7 @@ class ProcessGroupArk : public c10d::Backend {
     std::vector<uint32_t> ids;
   };
   std::map<PoolId, RegisteredPool> pools_;
-  std::mutex joining_;  // one thread makes the group's side on the device; cuda_failure_
+  std::mutex joining_;  // serialises creation of the device side; guards cuda_failure_
   std::optional<Error> cuda_failure_;
   mutable std::mutex agreeing_;
   std::map<std::vector<int64_t>, bool> agreed_;

@@ -1,8 +1,8 @@
-// Registered memory and allocation for a group: users' tensors checked, and the way to the group's windows.
+// Registered memory and allocation for a group: checks users' tensors and passes them to the group's windows.
 //
-// All ranks call alike; what one rank's arguments lack is told to all of them (Registration). The group's side on the
-// device is made by the first registration as by a first collective. Allocation is no collective: the tensor is one
-// that can be registered, and is not registered by that.
+// All ranks call together, and Registration tells all of them if one rank's arguments are invalid. The first
+// registration creates the group's side on the device, like a first collective. Allocation is not collective: the
+// tensor can be registered but is not yet.
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
@@ -85,7 +85,7 @@ Registration& ProcessGroupArk::registration() {
             ErrorContext{rank_, -1, "register", 0, "Mend that on every rank, or do without registered memory."});
       registration_ = std::make_unique<Registration>(std::move(meeting));
     } catch (const Error& error) {
-      registration_failure_ = error;  // the peers have gone on: there is no second try
+      registration_failure_ = error;  // peers have moved on, so there is no second try
       throw;
     }
   }
@@ -102,7 +102,7 @@ auto ProcessGroupArk::registering(const char* call, Act&& act) {
       try {
         return act(CallSite{rank_, call});
       } catch (const Error& error) {
-        // Whoever did not wait to the end does not know what the others have: no collective may rely on it.
+        // A rank that did not wait to the end does not know what the others hold, so no collective may rely on it.
         const bool gave_up = error.kind() == ErrorKind::timeout || error.kind() == ErrorKind::mismatch;
         if (gave_up && registration_ && registration_->over()) core_->shm->health().fail(error.at(rank_, call));
         throw;
@@ -166,7 +166,7 @@ bool ProcessGroupArk::register_pool(const PoolId& id, c10::Device device, const 
         }
         ranges.push_back({data, bytes, std::move(segment)});
       }
-      // In the order of their age, which is alike on ranks that allocate alike; addresses are not.
+      // Sort by age, which is equal on ranks that allocate alike; addresses are not.
       std::sort(ranges.begin(), ranges.end(),
                 [](const auto& one, const auto& other) { return one.segment->number < other.segment->number; });
       return ranges;

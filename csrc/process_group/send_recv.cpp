@@ -1,7 +1,7 @@
-// send, recv and recvAnysource: never in the queue of collectives, so that neither waits for the other.
+// send, recv and recvAnysource. They bypass the queue of collectives, so neither waits for the other.
 //
-// Over shared memory a Transfer finishes on whichever thread made the progress; its callbacks go to a progress thread
-// of the group. A carried group hands the tensors to its carrier and follows the carrier's work.
+// Over shared memory, a Transfer finishes on the thread that made its last progress; its callbacks run on a progress
+// thread. A carried group passes the tensors to its carrier and follows the carrier's work.
 #include <ATen/core/LegacyTypeDispatch.h>
 
 #include "process_group/carriers/carried_messages.hpp"
@@ -69,7 +69,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::transfer(Tensors& tensors, int peer, i
     auto target = std::make_shared<Output>(is_send ? Output() : Output(here, "tensor", tensor));
     auto source = std::make_shared<Input>(is_send ? Input(tensor) : Input());
     if (!core_->shm) {
-      // The carrier sees bytes, since its own list of dtypes is shorter than ours; source and target keep them alive.
+      // The carrier gets bytes, because it supports fewer dtypes than ark. source and target keep them alive.
       Tensors memory{at::from_blob(is_send ? const_cast<void*>(source->data()) : target->data(),
                                    {static_cast<int64_t>(tensor.nbytes())}, at::TensorOptions().dtype(at::kByte))};
       WorkPtr carried = is_send      ? core_->carrier->send(memory, peer, tag)
@@ -91,7 +91,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::transfer(Tensors& tensors, int peer, i
     moving->data = is_send ? const_cast<void*>(source->data()) : target->data();
     moving->bytes = tensor.nbytes();
     moving->context = core_->context(here.operation, number, work->operation.asked);
-    // The transfer holds the work (and the tensors) until it is done; the work holds the transfer to wait on it.
+    // The transfer holds the work and its tensors until it is done; the work holds the transfer to wait for it.
     moving->done = [work, core = core_, raw = moving.get(), target, source, is_send](std::exception_ptr error) {
       if (!error && !is_send) {
         work->source_rank = raw->source;
@@ -112,9 +112,9 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::transfer(Tensors& tensors, int peer, i
   });
 }
 
-// Within one batch, where both ends are at hand: a copy on the current stream of the later call, behind both. As with
-// NCCL the n-th send to oneself meets the n-th recv. The batch's work covers the copy. No other rank is met: where the
-// group has no side on the device yet, that of this work is the work's own.
+// A send to this rank within a batch: a copy on the later call's stream, ordered after both calls. As with NCCL, the
+// n-th send to oneself matches the n-th recv, and the batch's work covers the copy. No other rank takes part, so if the
+// group has no side on the device yet, the work gets one of its own.
 ProcessGroupArk::WorkPtr ProcessGroupArk::transfer_to_self(const CallSite& site, const at::Tensor& tensor,
                                                            bool is_send) {
   const c10::Stream current = current_stream(tensor.device());
@@ -156,7 +156,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::transfer_to_self(const CallSite& site,
     start->record(current);
   }
   {
-    at::AutoDispatchBelowADInplaceOrView guard;  // a message, no computation: it has no gradient
+    at::AutoDispatchBelowADInplaceOrView guard;  // a message is no computation, so it has no gradient
     if (other->stream != current) {
       other->issued->block(current);
       other->tensor.record_stream(current);

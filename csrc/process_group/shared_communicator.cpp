@@ -1,4 +1,4 @@
-// Which single operation NCCL carries, and how it is told: raw memory as tensors of bytes, or of numbers where it adds.
+// Decides which operations NCCL carries and calls it: raw memory becomes tensors of bytes, or of numbers for sums.
 #include "process_group/carriers/nccl_entry.hpp"
 
 namespace ark {
@@ -13,7 +13,7 @@ Options options_of(const Operation& operation) {
   return options;
 }
 
-// Nothing else is worth NCCL's other order of addition.
+// For other types NCCL's different order of addition is not worth it.
 std::optional<at::ScalarType> summed_type(DType type) {
   switch (type) {
     case DType::f32: return at::kFloat;
@@ -28,7 +28,7 @@ c10d::ReduceOp op_of(const Operation& operation) {
   return operation.descriptor.op == ReduceOp::avg ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
 }
 
-// Pieces that lie one behind the other are one buffer.
+// Adjacent pieces form one buffer.
 template <class Pointer>
 bool adjacent(Pointer const* places, int size, size_t bytes) {
   for (int r = 1; r < size; ++r)
@@ -43,7 +43,7 @@ NcclEntry::BackendPtr SharedCommunicator::carrier(Kind kind, uint64_t bytes) con
 }
 
 NcclEntry::BackendPtr SharedCommunicator::reducer(const Operation& operation, Kind kind, uint64_t bytes) const {
-  // NCCL multiplies each input by 1 / n and adds then, which rounds the least numbers otherwise.
+  // NCCL multiplies each input by 1 / n before it adds, which rounds the smallest numbers differently.
   const bool any_order = nccl_.options().dispatch.any_order;
   const bool sum = operation.descriptor.op == ReduceOp::sum || (operation.descriptor.op == ReduceOp::avg && any_order);
   return sum && summed_type(operation.descriptor.dtype) ? carrier(kind, bytes) : nullptr;
@@ -69,7 +69,7 @@ void SharedCommunicator::carry(c10d::Backend& nccl, const Operation& operation, 
   try {
     if (const auto work = call(nccl)) work->wait();
   } catch (const std::exception& error) {
-    // The peers may be in NCCL's kernels by now, which wait for this rank's.
+    // Peers may already be in NCCL's kernels and wait for this rank.
     const Error failure(ErrorKind::system,
                         std::string("PyTorch's NCCL, which carries this operation, failed: ") + error.what(),
                         ErrorContext{rank_, -1, operation.context.name, operation.context.sequence,
@@ -98,7 +98,7 @@ void SharedCommunicator::reduce(const Operation& operation, const void* in, void
   if (!nccl) return ours_.reduce(operation, in, out, count);
   const at::ScalarType type = *summed_type(operation.descriptor.dtype);
   const bool root = rank_ == operation.descriptor.root;
-  std::vector<at::Tensor> tensors{at(root ? out : in, count, type)};  // NCCL writes the root's alone
+  std::vector<at::Tensor> tensors{at(root ? out : in, count, type)};  // NCCL writes only at root
   carry(*nccl, operation, [&](c10d::Backend& backend) {
     if (root && in != out) tensors[0].copy_(at(in, count, type), true);
     auto options = options_of<c10d::ReduceOptions>(operation);
@@ -159,7 +159,7 @@ void SharedCommunicator::all_to_all(const Operation& operation, const Bytes* ins
   const auto nccl = carrier(Kind::all_to_all, bytes * size_);
   if (!nccl) return ours_.all_to_all(operation, ins, outs);
   carry(*nccl, operation, [&](c10d::Backend& backend) {
-    // Even ones are of one tensor each.
+    // Even blocks are parts of one tensor.
     at::Tensor input = at(ins[0].data, bytes * size_), output = at(outs[0].data, bytes * size_);
     std::vector<int64_t> equal;
     return backend.alltoall_base(output, input, equal, equal, options_of<c10d::AllToAllOptions>(operation));

@@ -1,7 +1,7 @@
-// all_reduce of sparse COO tensors: every rank learns all ranks' indices and values and adds them itself, in rank
-// order, 8- and 16-bit values in float32 and rounded once: the same arithmetic as for dense tensors.
+// all_reduce of sparse COO tensors. Every rank gathers all indices and values and adds them in rank order. 8- and
+// 16-bit values are added in float32 and rounded once, as for dense tensors.
 //
-// The result replaces the tensor's indices and values; it is coalesced and has the union of the ranks' indices.
+// The result replaces the tensor's indices and values. It is coalesced and has the union of all ranks' indices.
 #include <algorithm>
 #include <numeric>
 
@@ -38,7 +38,7 @@ at::Tensor sum_rows(const at::Tensor& values, const at::Tensor& inverse, int64_t
   shape[0] = unique;
   const bool narrow = values.element_size() <= 2 && values.is_floating_point();
   at::Tensor sums = at::zeros(shape, values.options().dtype(narrow ? at::kFloat : values.scalar_type()));
-  sums.index_add_(0, inverse, narrow ? values.to(at::kFloat) : values);  // one after the other: rank order
+  sums.index_add_(0, inverse, narrow ? values.to(at::kFloat) : values);  // one after the other, in rank order
   return sums;
 }
 
@@ -71,8 +71,8 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::allreduce_sparse(Tensors& tensors, con
                     .reduction = reduction_of(options.reduceOp, tensor.scalar_type(), rank_, here.operation),
                     .inputs = tensors,
                     .outputs = tensors,
-                    .shape = shape_hash(static_cast<uint64_t>(tensor.sparse_dim()) + 2, tensor)};  // must agree, always
-    raise_version(tensor);  // here, not when it is written: that may be in another thread, and after a backward began
+                    .shape = shape_hash(static_cast<uint64_t>(tensor.sparse_dim()) + 2, tensor)};  // must always agree
+    raise_version(tensor);  // not when it is written, which may be on another thread and after a backward began
     return issue(call, [target = tensor, op](Communicator& group, Operation& operation) {
       c10::NoGradGuard no_grad;
       const at::Tensor mine = target.coalesce();

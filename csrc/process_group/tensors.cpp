@@ -1,4 +1,4 @@
-// Checks name the argument, the value, the rank and the remedy.
+// Checks of users' tensors. Errors name the argument, the value, the rank and the remedy.
 #include "process_group/tensors.hpp"
 
 #include <ATen/MemoryOverlap.h>

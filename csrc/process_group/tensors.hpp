@@ -1,7 +1,7 @@
-// Checking, describing and staging of users' tensors: everything is checked before a byte moves.
+// Checks, describes and stages users' tensors. Everything is checked before a byte moves.
 //
-// Collectives move plain contiguous memory. Input and Output stand for a user's tensor: the tensor's own memory when
-// it is contiguous, else a contiguous copy (made when the call is issued, or copied back when the operation is done).
+// Collectives move plain contiguous memory. Input and Output stand for a user's tensor: its own memory if contiguous,
+// else a contiguous copy. An input is copied at issue, an output is copied back when the operation is done.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -16,7 +16,7 @@ namespace ark {
 
 using Tensors = std::vector<at::Tensor>;
 
-// Where a complaint comes from.
+// The origin of an error: rank and operation.
 struct CallSite {
   int rank;
   const char* operation;
@@ -24,9 +24,9 @@ struct CallSite {
 
 [[noreturn]] void refuse(const CallSite& site, ErrorKind kind, const std::string& what, const std::string& remedy);
 
-// Defined, strided, on the CPU or a CUDA device. `argument` as the Python API names it.
+// Requires a defined, strided tensor on the CPU or a CUDA device. `argument`: its name in the Python API.
 void check_tensor(const CallSite& site, const char* argument, const at::Tensor& tensor);
-// Exactly one tensor in the list.
+// Returns the only tensor of a list and refuses any other length.
 const at::Tensor& only(const CallSite& site, const char* argument, const Tensors& tensors);
 void check_same_dtype(const CallSite& site, const char* argument, const at::Tensor& tensor, const char* other_argument,
                       const at::Tensor& other);
@@ -36,19 +36,19 @@ void check_count(const CallSite& site, const char* argument, size_t count, size_
 void check_rank(const CallSite& site, const char* argument, int64_t value, int size);
 std::string entry_of(const char* argument, size_t index);  // "tensors[3]"
 
-// What a collective was given as its input or output: a tensor, a list of them, or lists of lists, in the form in which
-// it was given, since the profiler shows that. A view: it lives no longer than the arguments.
+// A view of a collective's input or output: a tensor, a list or lists of lists, as the caller passed it, because the
+// profiler shows that form. It lives no longer than the arguments.
 class TensorArgument {
  public:
-  TensorArgument() = default;  // none
+  TensorArgument() = default;  // no argument
   TensorArgument(const at::Tensor& tensor) : given_(&tensor) {}
   TensorArgument(const Tensors& list) : given_(&list) {}
   TensorArgument(const std::vector<Tensors>& lists) : given_(&lists) {}
 
   template <class Visit>
   void for_each(Visit&& visit) const;
-  const at::Tensor* first() const;  // null: there is none
-  int64_t elements() const;         // of all together
+  const at::Tensor* first() const;  // null if there is none
+  int64_t elements() const;         // sum over all tensors
   Tensors flat() const;
   c10::IValue value() const;
 
@@ -67,24 +67,24 @@ class Input {
   const void* data_ = nullptr;
 };
 
-// Autograd learns of a write to memory from the tensor's version, which a write through a pointer leaves alone: a
-// backward that saved the tensor would take the new contents for the old. Inference tensors have no version.
+// Autograd detects a write by the tensor's version, which a write through a pointer does not change. Without this, a
+// backward that saved the tensor would silently use the new contents. Inference tensors have no version.
 void raise_version(const at::Tensor& tensor);
 
-// What a collective does with a tensor that it was given to write to.
+// How a collective uses its output tensor.
 enum class Use {
-  write,   // every element is replaced
-  update,  // reads it too: its elements are part of the result
+  write,   // replaces every element
+  update,  // also reads it: the old elements are part of the result
   read,    // only reads it: the root of a broadcast
 };
 
 class Output {
  public:
   Output() = default;
-  // Refuses a tensor that overlaps itself. Raises the tensor's version, in the thread of the call, unless it is read.
+  // Refuses a tensor that overlaps itself. Raises its version on the calling thread, unless it is only read.
   Output(const CallSite& site, const char* argument, const at::Tensor& tensor, Use use = Use::write);
   void* data() const { return data_; }
-  void commit();  // brings a staged result to the user's tensor
+  void commit();  // copies a staged result to the user's tensor
 
  private:
   at::Tensor tensor_, staged_;
@@ -95,10 +95,10 @@ std::vector<Input> inputs_of(const Tensors& tensors);
 std::vector<Output> outputs_of(const CallSite& site, const char* argument, const Tensors& tensors,
                                Use use = Use::write);
 
-// Where their bytes are.
+// The addresses of their data.
 std::vector<const void*> places_of(const std::vector<Input>& inputs);
 std::vector<void*> places_of(const std::vector<Output>& outputs);
-// Pieces of one contiguous buffer, one a rank.
+// Pieces of one contiguous buffer, one per rank.
 std::vector<const void*> split_evenly(const void* data, int size, size_t bytes);
 std::vector<void*> split_evenly(void* data, int size, size_t bytes);
 

@@ -1,8 +1,8 @@
 // Temporary extensions of a group's timeout: c10d's addEphemeralTimeout().
 //
-// An extension counts for every operation issued after it, until the first of these has ended. So an operation takes
-// what is active as it is issued, owns what no operation before it owns, and gives that back as it ends. Several
-// extensions add up, and each ends by itself. Without one an operation costs a load.
+// An extension applies to every operation issued after it, until the first of these has ended. At issue an operation
+// takes the active total, owns the part that no earlier operation owns, and returns that part when it ends. Extensions
+// add up and end separately. Without any, an operation costs one load.
 #pragma once
 
 #include <atomic>
@@ -16,7 +16,7 @@ class TimeoutExtension : public std::enable_shared_from_this<TimeoutExtension> {
  public:
   using Milliseconds = std::chrono::milliseconds;
 
-  // An operation's part; ends once, at the latest with its last owner.
+  // An operation's share. It ends once, at the latest with its last owner.
   class Share {
    public:
     Share(std::shared_ptr<TimeoutExtension> of, Milliseconds extra, Milliseconds owned)
@@ -40,7 +40,7 @@ class TimeoutExtension : public std::enable_shared_from_this<TimeoutExtension> {
     active_ += extra.count();
   }
 
-  // For an operation that is being issued; null when there is no extension.
+  // Takes the share of an operation at issue; null if there is no extension.
   SharePtr take() {
     if (active_.load(std::memory_order_relaxed) == 0) return nullptr;
     const std::lock_guard lock(mutex_);
@@ -57,9 +57,9 @@ class TimeoutExtension : public std::enable_shared_from_this<TimeoutExtension> {
     owned_ -= owned.count();
   }
 
-  std::mutex mutex_;                // writers, and owned_
-  std::atomic<int64_t> active_{0};  // all extensions that count, ms
-  int64_t owned_ = 0;               // those that some operation is to end
+  std::mutex mutex_;                // guards writers and owned_
+  std::atomic<int64_t> active_{0};  // sum of active extensions, in ms
+  int64_t owned_ = 0;               // the part that some operation will end
 };
 
 }  // namespace ark

@@ -1,5 +1,5 @@
-// Which PyTorch the extension is compiled against: what a newer one asks of a backend overrides nothing in an older
-// one, where nobody calls it. docs/pytorch-versions.md lists all of it, used or declined.
+// The PyTorch version that the extension is compiled against. Overrides that only a newer version has become plain
+// unused methods in an older one. docs/pytorch-versions.md lists them.
 #pragma once
 
 #include <torch/version.h>

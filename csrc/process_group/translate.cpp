@@ -1,4 +1,4 @@
-// Tables and adapters between torch and the library.
+// Tables and adapters between PyTorch and the library.
 #include "process_group/translate.hpp"
 
 #include <c10/util/Exception.h>
@@ -71,7 +71,7 @@ Reduction reduction_of(const c10d::ReduceOp& op, at::ScalarType type, int rank, 
             ErrorContext{rank, -1, operation, 0, "Make it with torch.distributed._make_nccl_premul_sum(factor)."});
       }
       const at::Tensor& factor = supplement->tensor_factor;
-      // Read by the host, which waits for the current stream where the factor is on a device.
+      // The host reads the factor, and waits for the current stream if it is on a device.
       if (factor.defined() && factor.is_cuda() && is_capturing(factor.device())) {
         throw Error(ErrorKind::invalid_argument,
                     "PREMUL_SUM's factor is a CUDA tensor, which cannot be read while a graph is captured",
@@ -136,7 +136,7 @@ void StoreAdapter::set(const std::string& key, const std::vector<uint8_t>& value
   }
 }
 
-// check(), never wait(): a wait that times out prints warnings and closes connections.
+// Uses check() and not wait(): a wait that times out prints warnings and closes connections.
 std::optional<std::vector<uint8_t>> StoreAdapter::find(const std::string& key) {
   try {
     if (!store_->check({key})) return std::nullopt;

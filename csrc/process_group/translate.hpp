@@ -1,4 +1,4 @@
-// Between the two worlds: torch's dtypes, reduce ops, stores and exceptions, and the library's own.
+// Translates between PyTorch and the library: dtypes, reduce ops, stores and exceptions.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -13,7 +13,7 @@
 
 namespace ark {
 
-// raw8 for types that can be moved but have no arithmetic here (quantised, bit types, float4).
+// Returns raw8 for types that can be moved but have no arithmetic here (quantised, bit types, float4).
 DType dtype_of(at::ScalarType type);
 std::string dtype_name(at::ScalarType type);     // "torch.bfloat16"
 std::string shape_of(const at::Tensor& tensor);  // "[2, 3]"
@@ -22,10 +22,10 @@ struct Reduction {
   ReduceOp op = ReduceOp::sum;
   double factor = 1.0;
 };
-// Throws ValueError/TypeError when the operation means nothing for the type.
+// Throws ValueError or TypeError if the operation is undefined for the type.
 Reduction reduction_of(const c10d::ReduceOp& op, at::ScalarType type, int rank, const char* operation);
 
-// What a PyTorch user expects: ValueError, TypeError, DistBackendError. Anything not an ark::Error passes unchanged.
+// Converts to PyTorch's exceptions: ValueError, TypeError, DistBackendError. Others pass unchanged.
 std::exception_ptr to_torch(std::exception_ptr error);
 [[noreturn]] void throw_torch(const Error& error);
 template <class F>

@@ -40,7 +40,7 @@ void WorkArk::synchronize() {
 
 bool WorkArk::wait(std::chrono::milliseconds timeout) {
   if (!done()) {
-    // Without a timeout of its own the wait ends with the operation, whose deadline bounds it.
+    // Without its own timeout the wait ends with the operation, whose deadline bounds it.
     const bool own_timeout = timeout.count() > 0;
     const auto until =
         own_timeout && timeout < std::chrono::hours(24 * 365) ? Clock::now() + timeout : Clock::time_point::max();
@@ -82,7 +82,7 @@ void WorkArk::finish(std::exception_ptr error) {
   if (operation.held.second) operation.held.second->end();
   if (operation.numbered) core_->finished(*this, error);
   error_ = error ? to_torch(error) : nullptr;
-  operation.held.first = nullptr;  // lets go of the tensors
+  operation.held.first = nullptr;  // releases the tensors
   done_.store(true, std::memory_order_release);
 }
 
@@ -149,7 +149,7 @@ void follow(const c10::intrusive_ptr<WorkArk>& work, std::vector<c10::intrusive_
   auto state = std::make_shared<State>();
   state->parts = std::move(parts);
   state->on_success = std::move(on_success);
-  // The closures live in the work itself, so the plain pointer is good whenever they run.
+  // The work itself holds the closures, so the raw pointer is valid whenever they run.
   auto conclude = [raw = work.get(), state] {
     std::call_once(state->once, [&] {
       std::exception_ptr error;

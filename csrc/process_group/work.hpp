@@ -1,9 +1,9 @@
-// The Work of a collective or of a send/recv: what c10d's users hold, wait on and take futures from.
+// The Work of a collective or of a send/recv, which c10d's users wait on and take futures from.
 //
-// A collective's body is run once, by the group's Executor (executor.hpp) on a progress thread or on a thread that
-// waits; a send or recv is finished by whoever made its last progress. finish() publishes the outcome with a release
-// store of done_, after which readers that acquire it may read error_ and the times (futures: under the lock that
-// guards settled_). Callbacks run after that, in settle(), never with a lock held: they may issue collectives and wait.
+// The group's Executor (executor.hpp) runs a collective's body once, on a progress thread or a waiter. The thread that
+// makes the last progress finishes a send or recv. finish() publishes the outcome with a release store of done_;
+// readers that acquire it may read error_ and the times (futures are read under the lock of settled_). Callbacks run
+// afterwards in settle(), without locks, so they may issue collectives and wait.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -41,19 +41,19 @@ class WorkArk : public c10d::Work {
   std::chrono::milliseconds getTimeout() const ARK_OVERRIDE_SINCE_2_14;
 
   bool done() const { return done_.load(std::memory_order_acquire); }
-  // Runs the body (once). Does not run callbacks: settle() does, without locks held.
+  // Runs the body once, without callbacks. settle() runs those, without locks.
   void execute();
   void finish(std::exception_ptr error);
   void settle();
-  // The callbacks to run, for whoever must not run them himself; empty when nobody asked for a future.
+  // Returns the callbacks for a caller that must not run them itself; empty if no future was requested.
   std::function<void()> take_settlement();
   std::pair<Clock::time_point, Clock::time_point> times() const { return {started_, finished_}; }
 
   // Set before the work is handed out.
   OperationRecord operation;
-  std::function<bool(Clock::time_point)> wait_elsewhere;  // send/recv: who makes progress for it
-  std::function<void()> poll;                             // carried send/recv: looks whether it is done
-  std::function<void()> need_progress;                    // ... and makes it progress without a waiter
+  std::function<bool(Clock::time_point)> wait_elsewhere;  // send/recv: waits and makes progress
+  std::function<void()> poll;                             // carried send/recv: checks whether it is done
+  std::function<void()> need_progress;                    // carried send/recv: makes progress without a waiter
   int source_rank = -1;
 
  private:
@@ -67,8 +67,8 @@ class WorkArk : public c10d::Work {
   Clock::time_point started_{}, finished_{};
 };
 
-// Makes `work` stand for other works: it is done when all of them are, and fails with the first that failed.
-// `on_success` runs once before it finishes.
+// Makes `work` stand for other works: it completes when all have and fails with the first failure. `on_success` runs
+// once before it finishes.
 void follow(const c10::intrusive_ptr<WorkArk>& work, std::vector<c10::intrusive_ptr<c10d::Work>> parts,
             std::function<void()> on_success, const std::shared_ptr<Executor>& executor);
 

@@ -1,4 +1,4 @@
-// Reads /proc/meminfo and the control group's files; whatever is missing or odd there counts as "no limit".
+// Reads /proc/meminfo and the control group's files. Missing or unreadable entries count as "no limit".
 #include "shm/available_memory.hpp"
 
 #include <algorithm>
@@ -16,7 +16,7 @@ uint64_t add(uint64_t a, uint64_t b) {
   return a > kNoLimit - b ? kNoLimit : a + b;
 }
 
-// The number after `name` in a file of "name value" lines; `missing` if there is none.
+// Returns the number after `name` in a file of "name value" lines, or `missing`.
 uint64_t read_field(const std::string& path, const std::string& name, uint64_t missing) {
   std::ifstream file(path);
   for (std::string line; std::getline(file, line);) {
@@ -28,7 +28,7 @@ uint64_t read_field(const std::string& path, const std::string& name, uint64_t m
   return missing;
 }
 
-// A file that holds one number or "max".
+// Reads a file that holds one number or "max".
 uint64_t read_number(const std::string& path, uint64_t missing) {
   std::ifstream file(path);
   uint64_t value;
@@ -47,7 +47,7 @@ uint64_t left_in_group(const std::string& folder, uint64_t free_swap) {
   return add(limit - std::min(limit, fixed), std::min(free_swap, swap_limit - swap_used));
 }
 
-// "0::/a/b" in /proc/self/cgroup, as seen from the control group namespace; "" at the root.
+// The path from "0::/a/b" in /proc/self/cgroup, as seen from the control group namespace; "" at the root.
 std::string group_of_this_process() {
   std::ifstream file("/proc/self/cgroup");
   for (std::string line; std::getline(file, line);)

@@ -1,7 +1,7 @@
-// The stages of bootstrap.hpp and the rules by which all ranks decide alike.
+// The stages of bootstrap.hpp, and the rules by which all ranks decide the same way.
 //
 // After stage 2 the decision is a pure function of the records, after stage 4 of the outcomes, and every rank has read
-// all of them; errors (a lost peer, a rank that gave up) take precedence over "not shared" on every rank.
+// all of them. Errors (a lost peer, a rank that gave up) take precedence over "not shared" on every rank.
 #include "shm/bootstrap.hpp"
 
 #include <algorithm>
@@ -22,7 +22,7 @@ using Milliseconds = Rendezvous::Milliseconds;
 using Outcome = OutcomeMessage::Kind;
 
 constexpr Milliseconds kPollInterval{100};
-constexpr Milliseconds kLastWords{500};  // an outcome may still be on its way through the store when a socket ends
+constexpr Milliseconds kLastWords{500};  // an outcome may still be in transit through the store when a socket closes
 
 void check(const ConnectOptions& options) {
   auto fail = [&](const std::string& what) {
@@ -67,7 +67,7 @@ class Bootstrap {
     try {
       return connect_agreed();
     } catch (const Error& error) {
-      // So that the others do not wait for this rank; they have the better error if the store is what failed.
+      // Tells the others not to wait. If the store failed, they have a better error of their own.
       try {
         rendezvous_.publish(Outcome::gave_up, error.context().peer, error.what(), error.kind());
       } catch (const Error&) {
@@ -119,7 +119,7 @@ class Bootstrap {
     return {std::move(result.neighbourhood), {}, {}, {}};
   }
 
-  // Creates the segment and the listener, as far as this rank is willing and able.
+  // Creates the segment and the listener, if this rank is willing and able.
   HandleRecord describe(const Bytes16& nonce, SharedMemory& own, Listener& listener) {
     HandleRecord record;
     record.rank = static_cast<uint32_t>(options_.rank);
@@ -146,7 +146,7 @@ class Bootstrap {
     return record;
   }
 
-  // Published before the record, so that whoever reads the record finds the reason.
+  // Publishes the reason before the record, so that readers of the record find it.
   HandleRecord unable(const HandleRecord& record, const std::string& why) {
     rendezvous_.publish(Outcome::apart, -1, "rank " + std::to_string(options_.rank) + " cannot share memory: " + why);
     return record;
@@ -173,7 +173,7 @@ class Bootstrap {
     return nodes;
   }
 
-  // The same on every rank: looks at nothing but the records (and the words that belong to them).
+  // Uses only the records and their outcomes, so every rank gets the same result.
   std::string why_apart(const std::vector<HandleRecord>& records) {
     std::vector<int> declined;
     for (const HandleRecord& record : records)
@@ -189,11 +189,11 @@ class Bootstrap {
     if (std::string reason = differing(records, &HandleRecord::uid, "run as different users"); !reason.empty())
       return reason;
     for (const HandleRecord& record : records)
-      if (record.network_space == 0) return {};  // not known: the sockets will show
+      if (record.network_space == 0) return {};  // unknown; the sockets will show
     return differing(records, &HandleRecord::network_space, "run in different containers (network namespaces)");
   }
 
-  // Waits for everyone's outcome, watching the sockets for ranks that end meanwhile. Returns why memory is not shared.
+  // Waits for all outcomes and watches the sockets for ranks that end. Returns why memory is not shared.
   std::string conclude(const Neighbourhood& all) {
     std::string reason, vague;
     for (int peer = 0; peer < options_.size; ++peer) {

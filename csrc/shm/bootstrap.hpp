@@ -1,19 +1,8 @@
-// How the ranks of a group find out whether they can share memory, and map each other's segments if so.
+// Finds out whether the ranks of a group can share memory, and maps their segments if so.
 //
-// connect() is collective: every rank of the group calls it once, with a store that all of them reach. Whether memory
-// is shared is found out, not configured, and every rank comes to the same decision:
-//   1. agree on a nonce of this start (rendezvous.hpp; what an earlier start left in the store does no harm),
-//   2. publish a record each, read everyone's: other machine, other network namespace, other user, or a rank that
-//      declines means "not shared" for all,
-//   3. every pair opens a local socket and trades segment descriptors over it (exchange.hpp),
-//   4. publish the outcome of 3, read everyone's: one failed pair means "not shared" for all.
-// A peer that dies meanwhile raises Error(peer_lost) naming it; one that never comes Error(timeout) naming it.
-//
-// Sockets are *abstract* Unix sockets with a random 128-bit name: they exist only as long as a process holds them, so
-// even SIGKILL at any moment leaves nothing on disk, TMPDIR may be full, read-only or too long, and no other user can
-// occupy the name beforehand. They have no file permissions; instead both ends demand the same user (SO_PEERCRED) and
-// compare the nonce, and nobody is sent a descriptor before both checks passed. Their scope is the network
-// namespace: containers which share none are "not shared", which is what such isolation asks for.
+// connect() is collective: every rank calls it once with a common store. Whether memory is shared is detected, not
+// configured, and every rank reaches the same decision. A peer that dies meanwhile raises Error(peer_lost), one that
+// never arrives Error(timeout); both name the peer.
 #pragma once
 
 #include <chrono>
@@ -30,36 +19,47 @@
 namespace ark {
 
 struct Neighbourhood {
-  std::vector<SharedMemory> segments;  // [size], by rank, own included
-  std::vector<UniqueFd> connections;   // [size], own empty: stream sockets, open as long as the peer lives
-  std::vector<int> pids;               // [size], as seen from this process; for messages
+  std::vector<SharedMemory> segments;  // by rank, including this one
+  std::vector<UniqueFd> connections;   // by rank, own empty; stream sockets that stay open while the peer lives
+  std::vector<int> pids;               // by rank, as seen from this process; for messages
 };
 
 struct ConnectOptions {
   int rank = 0;
   int size = 1;
-  size_t segment_bytes = 0;  // of this rank's own segment; ranks may differ
+  size_t segment_bytes = 0;  // of this rank's segment; ranks may differ
   std::chrono::milliseconds timeout{0};
   bool allow_sharing = true;
-  std::function<bool()> interrupted = {};  // asked several times a second; true: Error(aborted)
+  std::function<bool()> interrupted = {};  // polled several times a second; true: throw Error(aborted)
 };
 
 struct ConnectResult {
   std::optional<Neighbourhood> neighbourhood;
-  std::string reason;  // why memory is not shared; empty when it is
-  std::string start;   // this start of the group, in hexadecimal: equal on all ranks, never used before
-  // Where memory is not shared: which ranks might share it among them (a machine's or container's, of one user). Rank
-  // r's node, numbered as ranks come to them; a rank that declines is a node of its own.
+  std::string reason;  // why memory is not shared; empty if it is
+  std::string start;   // unique id of this start of the group in hexadecimal, equal on all ranks
+  // If memory is not shared: the node of each rank, numbered in rank order. Ranks of a node (one machine or container,
+  // one user) might share memory with each other. A rank that declines is its own node.
   std::vector<int> nodes;
 };
 
-// Of a process that shares with nobody.
+// For a process that shares with no other.
 Neighbourhood neighbourhood_of_one(size_t segment_bytes);
 
-// The store's keys must be this group's own (a prefix that no other living group uses).
+// The stages of connect():
+//   1. Agree on a nonce of this start (rendezvous.hpp), so that leftovers of earlier starts do no harm.
+//   2. Publish a record and read all records. A different machine, network namespace or user, or a rank that declines,
+//      means "not shared" for all.
+//   3. Every pair opens a local socket and exchanges segment descriptors over it (exchange.hpp).
+//   4. Publish the outcome of 3 and read all outcomes. One failed pair means "not shared" for all.
+// The store's keys must be unique to this group (a prefix that no other living group uses).
+//
+// Sockets are abstract Unix sockets with random 128-bit names. They exist only while a process holds them, so SIGKILL
+// leaves nothing on disk, TMPDIR does not matter, and no other user can take the name first. They have no file
+// permissions. Instead both ends require the same user (SO_PEERCRED) and compare the nonce before any descriptor is
+// sent. Their scope is the network namespace: containers with separate ones are "not shared", as such isolation asks.
 ConnectResult connect(KeyValueStore& store, const ConnectOptions& options);
 
-// The same with a given identity, as if this process ran elsewhere (tests of groups over several machines).
+// The same with a given identity, as if this process ran elsewhere (for tests of groups over several machines).
 struct Identity;
 ConnectResult connect(KeyValueStore& store, const ConnectOptions& options, const Identity& identity);
 

@@ -1,4 +1,4 @@
-// The poll loop behind exchange.hpp.
+// The poll loop of exchange.hpp.
 #include "shm/exchange.hpp"
 
 #include <poll.h>
@@ -21,25 +21,25 @@ using Clock = std::chrono::steady_clock;
 using Milliseconds = std::chrono::milliseconds;
 using Kind = HelloMessage::Kind;
 
-constexpr Milliseconds kTick{50};             // how often interruption is looked at
+constexpr Milliseconds kTick{50};             // how often interruption is checked
 constexpr Milliseconds kHelloPatience{2000};  // a hello follows its connection at once
 constexpr Milliseconds kBusyPause{2};         // the listener's queue was full
 constexpr Milliseconds kRetryPause{10};       // the listener dropped the call
-constexpr Milliseconds kKnockAfter{100};      // give callers time to come by themselves
+constexpr Milliseconds kKnockAfter{100};      // time for callers to connect
 constexpr Milliseconds kKnockEvery{250};
-constexpr int kMaxCalls = 20;        // answered by closing; then the pair is apart
-constexpr size_t kMaxPending = 256;  // connections without a hello; the oldest goes first
+constexpr int kMaxCalls = 20;        // most calls that the listener may close before the pair is apart
+constexpr size_t kMaxPending = 256;  // most connections without a hello; the oldest is dropped first
 
 enum class Pair { open, done, apart };
 
-struct Call {  // to a lower rank
+struct Call {  // a call to a lower rank
   UniqueFd fd;
   MessageReceiver answer{HelloMessage::kEncodedBytes};
-  Clock::time_point next;  // when there is no fd: not before
+  Clock::time_point next;  // without an fd: the earliest time of the next call
   int made = 0;
 };
 
-struct Pending {  // someone connected to us
+struct Pending {  // an accepted connection
   UniqueFd fd;
   MessageReceiver hello{HelloMessage::kEncodedBytes};
   Clock::time_point deadline;
@@ -91,7 +91,7 @@ class Exchange {
     options_.on_apart(peer, why);
   }
 
-  // Nobody listens under the peer's name. A peer that could not go on says so in its outcome before it stops listening.
+  // No process listens at the peer's name. A peer that gives up publishes its outcome before it stops listening.
   void no_listener(int peer) {
     const uint64_t theirs = options_.records[peer].network_space;
     if (mine().network_space == 0 || theirs != mine().network_space)
@@ -148,8 +148,8 @@ class Exchange {
     call.answer = MessageReceiver(HelloMessage::kEncodedBytes);
   }
 
-  // The listener closed the call without an answer: it died (then the next call is refused), or this process was too
-  // slow for it.
+  // The listener closed the call without an answer. Either it died, and the next call is refused, or this process was
+  // too slow.
   void dropped(int peer) {
     Call& call = calls_[peer];
     call.fd.reset();
@@ -177,7 +177,7 @@ class Exchange {
       set_apart(peer, "");
     else if (hello)
       take_segment(peer, call.answer);
-    result_.neighbourhood.connections[peer] = std::move(call.fd);  // of a failed pair too: shows whether it lives
+    result_.neighbourhood.connections[peer] = std::move(call.fd);  // also if the pair failed: shows whether it lives
   }
 
   bool is_genuine(const HelloMessage& hello) const {
@@ -186,7 +186,7 @@ class Exchange {
            (hello.kind == Kind::refuse || hello.segment_bytes == options_.records[hello.from].segment_bytes);
   }
 
-  // Marks the pair done or apart; throws when the segment cannot be attached.
+  // Marks the pair done or apart. Throws if the segment cannot be attached.
   bool take_segment(int peer, MessageReceiver& message) {
     UniqueFd fd = message.take_fd();
     if (!fd || message.has_surplus_fds() || message.has_cut_control_data()) {
@@ -195,15 +195,15 @@ class Exchange {
                 "(ulimit -n)");
       return false;
     }
-    // What goes wrong here is a shortage of this process or a segment that is not what it claims to be: an error that
-    // the others hear of, and no reason to go on without sharing as if the ranks were on two machines.
+    // A failure here is a shortage in this process or an invalid segment. That is an error for all ranks, not a reason
+    // to continue without sharing.
     result_.neighbourhood.segments[peer] = SharedMemory::attach(std::move(fd), options_.records[peer].segment_bytes);
     pairs_[peer] = Pair::done;
     return true;
   }
 
-  // Looks after those that no poll speaks for: callers that died before they called, and peers that died after their
-  // pair was done, while this rank waits for others.
+  // Detects deaths that poll does not show: callers that died before they called, and peers that died after their pair
+  // was done while this rank waits for others.
   void knock() {
     const auto now = Clock::now();
     if (now < next_knock_ || result_.lost >= 0) return;
@@ -251,7 +251,7 @@ class Exchange {
   }
 
   void accept_all() {
-    for (size_t i = 0; i < kMaxPending; ++i) {  // bounded: a flood must not keep the calls waiting
+    for (size_t i = 0; i < kMaxPending; ++i) {  // bounded: a flood must not delay the calls
       UniqueFd fd(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
       if (!fd) {
         if (errno == EAGAIN) return;
@@ -268,14 +268,15 @@ class Exchange {
     }
   }
 
-  // No descriptor left to accept with. Callers are told by the outcome, which on_apart publishes, and then refused.
+  // This process has no descriptor left to accept with. Callers learn it from the outcome, which on_apart publishes,
+  // and are refused.
   void stop_listening(int error) {
     for (int peer = rank_ + 1; peer < size_; ++peer)
       set_apart(peer, std::string("cannot accept its connection: ") + std::strerror(error));
     listener_.reset();
   }
 
-  // False: the connection has served its purpose, or never had one.
+  // Returns false if the connection is finished or invalid.
   bool hear_hello(Pending& pending) {
     switch (pending.hello.receive(pending.fd.get())) {
       case MessageReceiver::Status::incomplete: return true;
@@ -289,19 +290,19 @@ class Exchange {
     } catch (const Error&) {
       return false;
     }
-    // decode has checked from < size, so is_genuine may look at that rank's record once size is right.
+    // decode() has checked from < size, so is_genuine() may read that rank's record once the size matches.
     if (hello->kind != Kind::call || hello->size != static_cast<uint32_t>(size_) || !is_genuine(*hello)) return false;
     answer(static_cast<int>(hello->from), pending);
     return false;
   }
 
-  // A caller may come again after it was too slow the first time; the newer connection counts.
+  // A caller that was too slow may call again; the newer connection counts.
   void answer(int peer, Pending& pending) {
     Neighbourhood& all = result_.neighbourhood;
     const bool willing = pairs_[peer] != Pair::apart && take_segment(peer, pending.hello);
     const int fd = willing ? own_fd() : -1;
     if (send_message(pending.fd.get(), hello_to(peer, willing ? Kind::answer : Kind::refuse), fd) != 0) {
-      if (willing) pairs_[peer] = Pair::open;  // it is gone, or will call again
+      if (willing) pairs_[peer] = Pair::open;  // the caller is gone or will call again
       return;
     }
     if (pending.who.pid > 0) all.pids[peer] = pending.who.pid;
@@ -313,7 +314,7 @@ class Exchange {
   const int size_;
   UniqueFd listener_;
   std::vector<Pair> pairs_;
-  std::vector<Call> calls_;  // [rank_]
+  std::vector<Call> calls_;  // one per lower rank
   std::list<Pending> pending_;
   Clock::time_point next_knock_;
   ExchangeResult result_;

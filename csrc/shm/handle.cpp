@@ -1,4 +1,4 @@
-// Encoding and checking of the handle record; the layout is the order of the calls below.
+// Encodes and checks the handle record. The calls below define the layout.
 #include "shm/handle.hpp"
 
 #include "shm/wire.hpp"
@@ -72,7 +72,7 @@ bool equal_constant_time(std::span<const uint8_t> a, std::span<const uint8_t> b)
   if (a.size() != b.size()) return false;
   uint8_t difference = 0;
   for (size_t i = 0; i < a.size(); ++i) difference = static_cast<uint8_t>(difference | (a[i] ^ b[i]));
-  // Volatile keeps the compiler from leaving the loop at the first difference.
+  // volatile keeps the compiler from leaving the loop at the first difference.
   volatile uint8_t result = difference;
   return result == 0;
 }

@@ -1,4 +1,4 @@
-// Encoding and checking of hello, offer and outcome; the layouts are the order of the calls below.
+// Encodes and checks hello, offer and outcome. The calls below define the layouts.
 #include "shm/hello_message.hpp"
 
 #include "shm/wire.hpp"
@@ -19,7 +19,7 @@ Kind checked_kind(const char* message, uint32_t value, Kind last) {
   return static_cast<Kind>(value);
 }
 
-// Error texts of other layers may hold anything; what cannot be shown becomes '?'.
+// Error texts of other layers may contain anything; unprintable bytes become '?'.
 std::string printable(std::string text) {
   for (char& c : text)
     if (c < ' ' || c > '~') c = '?';

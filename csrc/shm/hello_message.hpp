@@ -1,8 +1,8 @@
 // The messages of the bootstrap besides the handle record.
 //
-// Hello travels over a local socket that any process of the machine may connect to: fixed 64 bytes, parsed before
-// anything else is believed. Offer and Outcome travel through the store. All decode() functions throw
-// Error(invalid_argument) and touch nothing else, so that they can be fuzzed alone.
+// HelloMessage travels over a local socket to which any process of the machine may connect: a fixed 64 bytes, parsed
+// before anything else is trusted. OfferMessage and OutcomeMessage travel through the store. All decode() functions
+// throw Error(invalid_argument) and have no side effects, so they can be fuzzed alone.
 #pragma once
 
 #include <cstddef>
@@ -16,14 +16,14 @@
 
 namespace ark {
 
-// First and only message in each direction on a connection between two ranks. The descriptor of the sender's segment
-// travels with it, except in a refusal.
+// The first and only message in each direction between two ranks. Except in a refusal, the sender's segment descriptor
+// travels with it.
 struct HelloMessage {
   static constexpr size_t kEncodedBytes = 64;
   enum class Kind : uint32_t {
     call = 1,    // from the higher rank, which connects
     answer = 2,  // from the lower rank, which listens
-    refuse = 3,  // from the lower rank: it cannot take part; its outcome message says why
+    refuse = 3,  // from the lower rank: it cannot take part; its outcome says why
   };
 
   Kind kind = Kind::call;
@@ -38,10 +38,10 @@ struct HelloMessage {
   bool operator==(const HelloMessage&) const = default;
 };
 
-// Rank 0's nonce together with the token of every rank it saw (rendezvous.hpp says what for).
+// Rank 0's nonce and the token of every rank that it saw (see rendezvous.hpp).
 struct OfferMessage {
   Bytes16 nonce{};
-  std::vector<Bytes16> tokens;  // [size]
+  std::vector<Bytes16> tokens;  // by rank
 
   static size_t encoded_bytes(uint32_t size);
   std::vector<uint8_t> encode() const;
@@ -49,23 +49,23 @@ struct OfferMessage {
   bool operator==(const OfferMessage&) const = default;
 };
 
-// How a rank's attempts to reach the others ended.
+// The outcome of a rank's attempts to reach the others.
 struct OutcomeMessage {
   static constexpr size_t kEncodedBytes = 512;
   static constexpr size_t kMaxTextBytes = 448;
   static constexpr uint32_t kNobody = UINT32_MAX;
   enum class Kind : uint32_t {
-    connected = 1,  // holds everyone's segment
+    connected = 1,  // has all segments
     apart = 2,      // memory cannot be shared; text says why
     peer_lost = 3,  // `peer` ended
-    gave_up = 4,    // raised an error of its own: `error`, `peer` and text are that error's
+    gave_up = 4,    // raised an error of its own: `error`, `peer` and text describe it
   };
 
   Kind kind = Kind::connected;
   Bytes16 nonce{};
   uint32_t rank = 0;
   uint32_t peer = kNobody;
-  ErrorKind error = ErrorKind::system;  // of gave_up
+  ErrorKind error = ErrorKind::system;  // for gave_up
   std::string text;
 
   std::vector<uint8_t> encode() const;

@@ -1,4 +1,4 @@
-// What the bootstrap asks of a rendezvous store; process_group adapts c10d::Store to it, tests use files.
+// The interface of a rendezvous store for the bootstrap; process_group adapts c10d::Store, tests use files.
 #pragma once
 
 #include <chrono>
@@ -16,12 +16,12 @@ class KeyValueStore {
  public:
   virtual ~KeyValueStore() = default;
   virtual void set(const std::string& key, const std::vector<uint8_t>& value) = 0;
-  // Blocks until the key exists. Throws Error(timeout) after `timeout`, Error(system) when the store is gone.
+  // Blocks until the key exists. Throws Error(timeout) after `timeout`, Error(system) if the store is gone.
   virtual std::vector<uint8_t> get(const std::string& key, std::chrono::milliseconds timeout) = 0;
 
-  // The value if the key exists now; the bootstrap polls with it, so that it can look after other things meanwhile.
-  // An adapter of c10d::Store should override it with check({key}) and get(key): a wait that times out costs TCPStore
-  // 180 ms and two warnings on stderr, a check one round trip.
+  // Returns the value if the key exists now. The bootstrap polls with it to do other work meanwhile. Adapters of
+  // c10d::Store should use check({key}) and get(key): one round trip, whereas a wait that times out blocks TCPStore and
+  // prints warnings.
   virtual std::optional<std::vector<uint8_t>> find(const std::string& key) {
     try {
       return get(key, std::chrono::milliseconds(1));
@@ -31,7 +31,7 @@ class KeyValueStore {
     }
   }
 
-  // The values of all keys if all exist now, in their order. An adapter may override it with one round trip for all.
+  // Returns all values, in order, if all keys exist now. Adapters may override it with a single round trip.
   virtual std::optional<std::vector<std::vector<uint8_t>>> find_all(const std::vector<std::string>& keys) {
     std::vector<std::vector<uint8_t>> values;
     for (const std::string& key : keys) {

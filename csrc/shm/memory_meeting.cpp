@@ -1,4 +1,4 @@
-// The steps of memory_meeting.hpp.
+// Runs the steps of memory_meeting.hpp.
 #include "shm/memory_meeting.hpp"
 
 #include <cstring>
@@ -15,7 +15,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Keys of one meeting.
+// Prefixes the keys of one meeting.
 class NamedStore : public KeyValueStore {
  public:
   NamedStore(KeyValueStore& store, const std::string& name) : store_(store), prefix_(name + "/") {}
@@ -30,7 +30,7 @@ class NamedStore : public KeyValueStore {
   const std::string prefix_;
 };
 
-// What fails because a peer has failed.
+// A failure that follows from a peer's failure.
 class PeerFailed : public Error {
  public:
   using Error::Error;
@@ -50,7 +50,7 @@ std::string get(const char (&from)[bytes]) {
 
 struct MemoryMeeting::Slot {
   alignas(8) unsigned char card[kCardBytes];
-  uint32_t failed;  // 1: here; 2: because a peer did
+  uint32_t failed;  // 1: here; 2: because a peer failed
   ErrorKind kind;
   char text[448];
   char remedy[256];
@@ -59,7 +59,7 @@ struct MemoryMeeting::Slot {
 // At the head of every rank's segment.
 struct MemoryMeeting::Page {
   uint32_t stage;
-  uint32_t left;  // the step in which this rank gave up; 0: none
+  uint32_t left;  // step in which this rank gave up; 0: none
   Slot slots[2];  // by the step's parity
   // Why it left, and the rank that it waited for.
   ErrorKind parting_kind;
@@ -134,7 +134,7 @@ bool MemoryMeeting::step(const std::function<void()>& body, std::string& why) {
   try {
     await_all();
   } catch (const Error& error) {
-    // So that who comes later does not wait for this rank.
+    // Tells late ranks not to wait for this one.
     over_ = true;
     Page& own_page = page(options_.rank);
     own_page.parting_kind = error.kind();
@@ -144,7 +144,7 @@ bool MemoryMeeting::step(const std::function<void()>& body, std::string& why) {
     throw;
   }
   ended_ = stage_;
-  // The same on every rank: looks at nothing but the slots.
+  // Uses only the slots, so every rank gets the same result.
   int unable = -1;
   for (int peer = 0; peer < options_.size; ++peer) {
     const Slot& said = slot(peer, stage_);
@@ -172,14 +172,14 @@ void MemoryMeeting::await_all() {
   for (int peer = 0; peer < options_.size; ++peer) {
     const Page& theirs = page(peer);
     while (protocol::load_acquire(theirs.stage) < stage_) pause(peer);
-    check_there(peer);  // it came, but may not have waited
+    check_there(peer);  // the peer arrived, but may have stopped waiting
   }
 }
 
 void MemoryMeeting::check_there(int peer) const {
   const uint32_t left = protocol::load_acquire(page(peer).left);
   if (left == 0 || left > stage_) return;
-  // It may have seen sooner than this rank that a third one is lost: the error names that one.
+  // The peer may have noticed a lost third rank first, so the error names that one.
   const Page& theirs = page(peer);
   const ErrorKind kind = theirs.parting_kind;
   const int missing = theirs.parting_peer;
@@ -193,7 +193,7 @@ void MemoryMeeting::pause(int peer) {
   const ErrorContext blame{options_.rank, peer, "", 0, "Look at that rank's output."};
   if (options_.check) options_.check();
   check_there(peer);
-  // One that has been through with this step may have ended its meeting since: its stage is looked at once more.
+  // A peer that finished this step may have ended its meeting since, so check its stage again.
   if (hood_.connections[peer] && has_ended(hood_.connections[peer].get()) &&
       protocol::load_acquire(page(peer).stage) < stage_)
     throw Error(ErrorKind::peer_lost, "rank " + std::to_string(peer) + " ended while it shared its memory", blame);
@@ -207,7 +207,7 @@ void MemoryMeeting::pause(int peer) {
   std::this_thread::sleep_for(std::chrono::microseconds(200));
 }
 
-// A message is the number of its step: what a step that failed has left in a socket is told by it.
+// The message is the step's number, which identifies leftovers of a failed step in a socket.
 void MemoryMeeting::give(int peer, const UniqueFd& fd) {
   uint8_t message[sizeof stage_];
   std::memcpy(message, &stage_, sizeof stage_);

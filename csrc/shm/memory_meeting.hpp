@@ -1,12 +1,9 @@
-// Where the ranks of a node meet to share memory: in steps, each of which succeeds on all ranks or fails on all alike.
+// A meeting at which the ranks of a node share memory, in steps that succeed on all ranks or fail on all ranks.
 //
-// join() is collective and meets the ranks once more through the store (bootstrap.hpp): a socket and a page of shared
-// memory for every pair, kept as long as the meeting lives. A step runs a body on every rank; what it writes into its
-// card is read by all ranks afterwards, and descriptors that it gives to peers are taken by bodies of the same step.
-// What fails in one rank's body is an answer that all ranks get, with its words. All ranks take the same steps.
-//
-// Ordering. A rank fills its card, then its stage grows (release); readers acquire the stage. Two cards take turns: one
-// is written again only after a step in between, which every peer has ended and so has read the card. Stages only grow.
+// join() is collective and connects the ranks through the store (bootstrap.hpp): a socket and a page of shared memory
+// per pair, kept for the meeting's life. All ranks take the same steps. A step runs a body on every rank. Afterwards
+// all ranks can read the cards that bodies filled; peers take descriptors within the same step. If one body fails, all
+// ranks get its error.
 #pragma once
 
 #include <chrono>
@@ -18,6 +15,9 @@
 
 namespace ark {
 
+// Memory ordering: a rank fills its card and then advances its stage (release), which readers acquire. There are two
+// cards in turn: a card is rewritten only after a step in between, which every peer has ended, so it has read the card.
+// Stages only grow.
 class MemoryMeeting {
  public:
   struct Options {
@@ -25,19 +25,19 @@ class MemoryMeeting {
     int size = 1;
     std::chrono::milliseconds timeout{0};  // of join() and of each step
     std::string name;                      // of this meeting in the group; part of its keys in the store
-    std::function<void()> check;           // between waits; throws what ends the group
+    std::function<void()> check;           // called between waits; throws what ends the group
   };
 
-  // Null, and `why`, where the ranks share no memory.
+  // Returns null, and sets `why`, if the ranks share no memory.
   static std::unique_ptr<MemoryMeeting> join(KeyValueStore& store, const Options& options, std::string& why);
 
-  // Throws on every rank what any rank's body threw, but for Error(system): then false, and `why`, on every rank. After
-  // an error of the meeting itself (a rank that does not come, or is lost) there are no more steps.
+  // If a body throws Error(system), returns false and sets `why` on every rank. Any other error of a body is thrown on
+  // every rank. After an error of the meeting itself (a rank is late or lost) no more steps are possible.
   bool step(const std::function<void()>& body, std::string& why);
-  // The same where Error(system) is thrown on all ranks too.
+  // The same, but throws Error(system) on all ranks too.
   void step(const std::function<void()>& body);
 
-  // In a body: this rank's card, zeroed, and any rank's of the step before. Between steps: any rank's of the last one.
+  // In a body: this rank's zeroed card, and any rank's card of the previous step. Between steps: any rank's last card.
   template <class Card>
   Card& own_card() {
     static_assert(sizeof(Card) <= kCardBytes && alignof(Card) <= 8);
@@ -54,7 +54,7 @@ class MemoryMeeting {
   UniqueFd take(int peer);
 
   void set_timeout(std::chrono::milliseconds timeout) { options_.timeout = timeout; }
-  bool over() const { return over_; }  // there are no more steps
+  bool over() const { return over_; }  // no more steps are possible
   int rank() const { return options_.rank; }
   int size() const { return options_.size; }
 
@@ -73,8 +73,8 @@ class MemoryMeeting {
 
   Options options_;
   Neighbourhood hood_;
-  uint32_t stage_ = 0;  // of the step that runs or ran last
-  uint32_t ended_ = 0;  // of the step that ended last
+  uint32_t stage_ = 0;  // of the running or last step
+  uint32_t ended_ = 0;  // of the last step that ended
   std::chrono::steady_clock::time_point deadline_{};
   bool over_ = false;
 };

@@ -1,4 +1,4 @@
-// Waits on the store are cut into slices, so that interruption, the deadline and other ranks' errors are noticed.
+// Waits on the store in slices, to notice interruption, the deadline and errors of other ranks.
 #include "shm/rendezvous.hpp"
 
 #include <algorithm>
@@ -17,8 +17,8 @@ using Milliseconds = Rendezvous::Milliseconds;
 
 constexpr Milliseconds kFirstSlice{20};
 constexpr Milliseconds kLongestSlice{200};
-constexpr Milliseconds kAlone{500};  // after which a rank no longer counts on rank 0
-constexpr Milliseconds kProbe{0};    // for a key that is either there or not
+constexpr Milliseconds kAlone{500};  // after this a rank no longer relies on rank 0
+constexpr Milliseconds kProbe{0};    // for a key that either exists or does not
 constexpr std::chrono::microseconds kShortestPause{100};
 constexpr Milliseconds kLongestPause{20};
 
@@ -43,7 +43,7 @@ Rendezvous::Rendezvous(KeyValueStore& store, int rank, int size, Milliseconds ti
       rank_(rank),
       size_(size),
       timeout_(timeout),
-      // A caller's "for ever" must not overflow the clock.
+      // An unlimited timeout must not overflow the clock.
       began_(Clock::now()),
       deadline_(began_ + std::min<Milliseconds>(timeout, std::chrono::hours(24 * 365))),
       interrupted_(std::move(interrupted)) {}
@@ -108,8 +108,8 @@ void Rendezvous::check() {
   if (const auto bytes = try_get(key("failure", 0), kProbe)) raise_failure(OutcomeMessage::decode(*bytes));
 }
 
-// Polls ever more slowly, and the more so the more ranks there are: a thousand that wait for a late one must leave the
-// store in peace.
+// Polls less and less often, and less often with more ranks, so that a thousand waiting ranks do not overload the
+// store.
 template <typename Find>
 auto Rendezvous::poll(Milliseconds patience, Find find) -> decltype(find()) {
   const auto start = Clock::now();
@@ -188,7 +188,7 @@ void Rendezvous::accept_offer() {
           return;
         }
       } catch (const Error& error) {
-        if (error.kind() != ErrorKind::invalid_argument) throw;  // an earlier start's, perhaps of another size
+        if (error.kind() != ErrorKind::invalid_argument) throw;  // from an earlier start, perhaps of another size
       }
       std::this_thread::sleep_for(slice / 4);
     }
@@ -201,7 +201,7 @@ void Rendezvous::accept_offer() {
   }
 }
 
-// Rank 0 may have read a token from an earlier start. True: a new offer was made.
+// Rank 0 may have read a token of an earlier start. Returns true if it made a new offer.
 bool Rendezvous::refresh_tokens(const std::vector<int>& suspects) {
   bool changed = false;
   for (int r : suspects) {
@@ -229,7 +229,7 @@ void Rendezvous::publish(OutcomeMessage::Kind kind, int peer, const std::string&
   outcome.error = error;
   outcome.text = text;
   store_.set(key("outcome", rank_), outcome.encode());
-  // One key for all, so that a wait for somebody else need not look at everyone's outcome. Any of several will do.
+  // A common key, so that a waiting rank need not read all outcomes. Any one of several failures will do.
   if (kind == OutcomeMessage::Kind::peer_lost || kind == OutcomeMessage::Kind::gave_up)
     store_.set(key("failure", 0), outcome.encode());
 }

@@ -1,18 +1,9 @@
-// The part of the bootstrap that goes through the store: one nonce for all, a record of each, an outcome of each.
+// The part of the bootstrap that goes through the store: one nonce for all, then a record and an outcome of each rank.
 //
-// A store can outlive a group: torchrun's static rendezvous keeps one TCPStore over elastic restarts and gives the new
-// workers the same prefix (its dynamic rendezvous sometimes does), so any key may hold what an earlier start wrote.
-// Only find and set are needed to be safe from that:
-//   - every rank sets a random token under its own key;
-//   - rank 0 reads all tokens, makes the nonce and offers both; a rank accepts an offer only if its own fresh token
-//     is in it, and otherwise waits for another. So nobody accepts an offer made before it started.
-//   - records and outcomes live under keys that contain the nonce, which nobody could have written earlier. A rank
-//     whose stale token rank 0 saw does not accept, so its record stays away; rank 0 notices while it waits for that
-//     record, reads the tokens again and offers the same nonce with the new ones.
-// Rank 0 reads all tokens and records at once and publishes the records as one value, so that another rank asks the
-// store a fixed number of times, however many ranks there are. Where that value stays away, rank 0 may have died:
-// a rank then reads the records one by one.
-// What must hold is that no process of the earlier start is still writing; torchrun ends all before it starts anew.
+// A store can outlive a group: torchrun keeps one TCPStore over elastic restarts and may reuse the prefix, so any key
+// may hold a value of an earlier start. No process of the earlier start may still be writing; torchrun ensures that.
+// Rank 0 reads all tokens and records and publishes the records as one value. So other ranks make a fixed number of
+// requests. If that value is missing, rank 0 may have died, and a rank reads the records one by one.
 #pragma once
 
 #include <chrono>
@@ -28,6 +19,14 @@
 
 namespace ark {
 
+// Protection against old values needs only find and set:
+//   - Every rank sets a random token under its own key.
+//   - Rank 0 reads all tokens, creates the nonce and offers both. A rank accepts an offer only if it contains the
+//   rank's
+//     fresh token, so no rank accepts an offer from before its start.
+//   - Records and outcomes use keys that contain the nonce, which cannot exist earlier. If rank 0 saw a stale token,
+//   that
+//     rank does not accept and its record is missing. Rank 0 then reads the tokens again and repeats the offer.
 class Rendezvous {
  public:
   using Clock = std::chrono::steady_clock;
@@ -35,27 +34,27 @@ class Rendezvous {
 
   Rendezvous(KeyValueStore& store, int rank, int size, Milliseconds timeout, std::function<bool()> interrupted);
 
-  // Throws Error(timeout) naming the ranks that did not come. Afterwards nonce() is valid.
+  // Throws Error(timeout) that names missing ranks. Afterwards nonce() is valid.
   void agree();
   const Bytes16& nonce() const { return nonce_; }
 
-  // Of this rank.
+  // Publishes this rank's record.
   void publish(const HandleRecord& record);
-  // Only the first call has an effect: an outcome is final.
+  // Only the first call has an effect, because an outcome is final.
   void publish(OutcomeMessage::Kind kind, int peer, const std::string& text, ErrorKind error = ErrorKind::system);
 
-  // Everyone's, by rank. Error(timeout) names the missing; Error(mismatch) a rank that believes in another group.
+  // All records, by rank. Error(timeout) names missing ranks; Error(mismatch) names a rank of another group.
   std::vector<HandleRecord> records();
 
-  // Waits at most `patience`; nothing when the rank has not spoken by then.
+  // Waits at most `patience` and returns nothing if the rank has published no outcome by then.
   std::optional<OutcomeMessage> outcome(int rank, Milliseconds patience);
 
   Clock::time_point deadline() const { return deadline_; }
 
-  // For every wait: Error(aborted) when interrupted, and once in a while looks whether another rank has given up or
-  // lost somebody, which is then raised here too.
+  // Called in every wait. Throws Error(aborted) if interrupted. At times it checks whether another rank has given up or
+  // lost a peer, and throws that here too.
   void check();
-  // Raises what another rank reported; does nothing for connected and apart.
+  // Throws what another rank reported; does nothing for connected and apart.
   void raise_failure(const OutcomeMessage& outcome) const;
   [[noreturn]] void raise_lost(int peer) const;
   [[noreturn]] void raise_timeout(const std::string& stage, const std::vector<int>& missing) const;
@@ -84,13 +83,13 @@ class Rendezvous {
   const Clock::time_point deadline_;
   const std::function<bool()> interrupted_;
   Bytes16 token_{};
-  std::vector<Bytes16> tokens_;  // rank 0: as offered
+  std::vector<Bytes16> tokens_;  // on rank 0: as offered
   Bytes16 nonce_{};
   bool outcome_published_ = false;
   Clock::time_point next_look_{};
 };
 
-// "rank 3", "ranks 1, 4 and 7".
+// For example "rank 3" or "ranks 1, 4 and 7".
 std::string name_ranks(const std::vector<int>& ranks);
 
 }  // namespace ark

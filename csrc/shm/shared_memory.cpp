@@ -1,4 +1,4 @@
-// memfd segments: creation, attachment of untrusted descriptors, and committing pages.
+// memfd segments: creation, attaching untrusted descriptors, and committing pages.
 #include "shm/shared_memory.hpp"
 
 #include <fcntl.h>
@@ -81,7 +81,7 @@ SharedMemory SharedMemory::create(const std::string& name, size_t bytes) {
   if (bytes > static_cast<size_t>(INT64_MAX)) refuse("create", bytes, EFBIG);
   UniqueFd fd(::memfd_create(name.substr(0, kMaxMemfdName).c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd) refuse("create", bytes, errno);
-  // Growing past RLIMIT_FSIZE would not only fail but kill the process with SIGXFSZ.
+  // Growing past RLIMIT_FSIZE would kill the process with SIGXFSZ.
   rlimit limit{};
   if (::getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && bytes > limit.rlim_cur)
     refuse("create", bytes, EFBIG);
@@ -120,13 +120,13 @@ void SharedMemory::commit(size_t offset, size_t bytes) {
   if (!fd_) throw Error(ErrorKind::closed, "commit on a segment whose descriptor was closed");
   struct stat status {};
   if (bytes >= kWorthAsking && ::fstat(fd_.get(), &status) == 0) {
-    // At most what is not there yet, wherever that lies.
+    // At most the pages that are missing, wherever they are.
     const size_t present = std::min(size_, static_cast<size_t>(status.st_blocks) * 512);
     if (std::min(bytes, size_ - present) > available_memory())
       refuse("find pages for " + std::to_string(bytes) + " bytes of", size_, ENOMEM);
   }
-  // A signal makes fallocate give back what it got and start over: smaller steps let it finish under a profiler's
-  // steady signals.
+  // A signal makes fallocate undo its work and start over. Small steps let it finish under a profiler's frequent
+  // signals.
   const size_t end = offset + bytes;
   size_t longest = kCommitStep;
   while (offset < end) {

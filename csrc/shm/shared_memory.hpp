@@ -1,9 +1,8 @@
-// One segment of memory that several processes map: a sealed memfd and its mapping.
+// A memory segment that several processes map: a sealed memfd and its mapping.
 //
-// A memfd has no name in any file system: nothing is left behind when every holder dies, and the size of /dev/shm
-// does not limit it. Its size is sealed at creation, so that a peer which maps it can never be hit by SIGBUS because
-// somebody truncated it. Pages are made on first touch; a page that cannot be made then is a SIGBUS, so whoever is
-// about to touch many new pages calls commit() first, where the same shortage is an Error.
+// A memfd has no name in a file system, so nothing is left behind if all holders die, and the size of /dev/shm does not
+// limit it. Its size is sealed at creation, so truncation can never cause SIGBUS. Pages are allocated on first touch,
+// and a shortage then is a SIGBUS. So callers that will touch many new pages call commit() first, where it is an Error.
 // The mapping stays valid after the descriptor is closed and is inherited across fork.
 #pragma once
 
@@ -23,26 +22,27 @@ class SharedMemory {
   SharedMemory& operator=(const SharedMemory&) = delete;
   ~SharedMemory();
 
-  // A new zeroed segment. `name` is shown in /proc/<pid>/maps only; need not be unique.
-  // Error(invalid_argument) when bytes is 0; Error(system) with size and hint when the system refuses.
+  // Creates a zeroed segment. `name` only appears in /proc/<pid>/maps and need not be unique. Throws
+  // Error(invalid_argument) if bytes is 0, Error(system) with size and hint if the system refuses.
   static SharedMemory create(const std::string& name, size_t bytes);
 
-  // Maps a segment whose descriptor came from another process. The descriptor is untrusted: Error(system) unless it
-  // is a memfd of exactly `expected_bytes` that can no longer shrink and may be written.
+  // Maps a segment whose descriptor came from another process. The descriptor is untrusted: throws Error(system) unless
+  // it is a writable memfd of exactly `expected_bytes` that cannot shrink.
   static SharedMemory attach(UniqueFd fd, size_t expected_bytes);
 
-  // The same mapping once more, not owned: for ranks that are threads of one process. `other` must outlive it.
+  // Another, non-owning view of the mapping, for ranks that are threads of one process. `other` must outlive it.
   static SharedMemory alias(const SharedMemory& other);
 
   std::byte* data() const noexcept { return data_; }
   size_t size() const noexcept { return size_; }
   int fd() const noexcept { return fd_.get(); }
 
-  // Makes the pages of [offset, offset + bytes) real now. Contents are kept; repeating it is cheap. Error(system) when
-  // the machine or the container has not enough; large requests are checked before the first page is taken.
+  // Allocates the pages of [offset, offset + bytes) now. Contents are kept, and repeating it is cheap. Throws
+  // Error(system) if the machine or the container has too little memory; large requests are checked before any page is
+  // taken.
   void commit(size_t offset, size_t bytes);
 
-  // The descriptor is only needed to hand the segment on and to commit().
+  // The descriptor is only needed for handing the segment on and for commit().
   void close_fd() noexcept { fd_.reset(); }
 
  private:

@@ -1,4 +1,4 @@
-// See shared_pinned_memory.hpp.
+// Implements shared_pinned_memory.hpp.
 #include "shm/shared_pinned_memory.hpp"
 
 #include <fcntl.h>
@@ -48,7 +48,7 @@ SharedPinnedMemory::~SharedPinnedMemory() {
     const CurrentContext context(ordinal_);
     for (const Part& part : parts_)
       if (part.registered) driver().mem_host_unregister(part.memory.data());
-  } catch (const Error&) {  // at exit the driver may be gone already
+  } catch (const Error&) {  // at exit the driver may be gone
   }
 }
 

@@ -21,7 +21,7 @@ constexpr milliseconds kSlowestPoll{20};
   std::vector<int> missing;
   for (size_t r = 0; r < keys.size(); ++r)
     if (!store.find(keys[r])) missing.push_back(static_cast<int>(r));
-  if (missing.empty()) missing.push_back(0);  // all are there, so rank 0 has not put them together
+  if (missing.empty()) missing.push_back(0);  // all ranks are there, so rank 0 has not joined the values
   throw Error(
       ErrorKind::timeout,
       name_ranks(missing) + " did not say what the others wait for within " + std::to_string(timeout.count()) + " ms",
@@ -29,7 +29,7 @@ constexpr milliseconds kSlowestPoll{20};
                    "Look at that rank's output; raise the timeout if it starts slowly."});
 }
 
-// Four bytes of length, then the value, of each.
+// Encodes each value as four bytes of length and its data.
 std::vector<uint8_t> joined(const Values& values) {
   std::vector<uint8_t> all;
   for (const auto& value : values) {

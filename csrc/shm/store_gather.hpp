@@ -1,8 +1,6 @@
-// An all-gather of small values through the rendezvous store, for what ranks agree on before they can exchange
-// anything.
+// An all-gather of small values through the rendezvous store, for agreements before ranks can exchange anything else.
 //
-// Rank 0 reads everyone's value at once and publishes all of them as one, so that each rank asks the store a fixed
-// number of times, however many ranks there are.
+// Rank 0 reads all values and publishes them as one, so each rank makes a fixed number of requests.
 #pragma once
 
 #include <chrono>
@@ -14,8 +12,8 @@
 
 namespace ark {
 
-// Everyone's value, by rank. Collective; the keys below `prefix` must be of this call alone. Error(timeout) names the
-// ranks that are missing, Error(mismatch) is for what rank 0 cannot have written.
+// Returns all values by rank. Collective; keys below `prefix` must be unique to this call. Error(timeout) names missing
+// ranks; Error(mismatch): rank 0 cannot have written the value.
 std::vector<std::vector<uint8_t>> store_all_gather(KeyValueStore& store, const std::string& prefix, int rank, int size,
                                                    const std::vector<uint8_t>& own, std::chrono::milliseconds timeout);
 

@@ -1,4 +1,4 @@
-// The steps of symmetric_memory.hpp.
+// Runs the steps of symmetric_memory.hpp.
 #include "shm/symmetric_memory.hpp"
 
 #include <cstring>
@@ -25,8 +25,8 @@ void check_sizes(MemoryMeeting& meeting) {
   }
 }
 
-// One device a rank, and every peer's in reach. A device that this process does not see (CUDA_VISIBLE_DEVICES) is
-// tried: mapping its memory tells.
+// Checks that ranks use different devices and reach every peer's. A device that this process does not see
+// (CUDA_VISIBLE_DEVICES) is left to the mapping, which fails if it is out of reach.
 void check_devices(MemoryMeeting& meeting, int device, bool device_each, bool on_host) {
   const CUuuid own = meeting.card_of<BufferCard>(meeting.rank()).device;
   int count = 0;

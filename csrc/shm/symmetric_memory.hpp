@@ -1,8 +1,8 @@
-// A buffer of the same size on every rank's GPU, or on the host beside it, mapped by all ranks of a node.
+// A buffer of equal size on every rank's GPU, or on the host near it, mapped by all ranks of a node.
 //
-// create() is collective: the ranks meet (memory_meeting.hpp), each allocates, hands its allocation's descriptor to
-// every peer, maps the peers' and tells how that went. Memory is zero before its descriptor is handed on, so a peer
-// can write as soon as it has mapped it. share() is the second half alone, for memory that exists already.
+// create() is collective: the ranks meet (memory_meeting.hpp), allocate, pass their allocation's descriptor to every
+// peer, map the peers' and report the result. Memory is zeroed before its descriptor is passed on, so a peer may write
+// as soon as it has mapped it. share() is only the second half, for existing memory.
 #pragma once
 
 #include <functional>
@@ -27,17 +27,17 @@ class SymmetricMemory {
     bool on_host = false;     // for devices that do not reach each other's memory
     std::chrono::milliseconds timeout{0};
     std::string name;             // of this buffer in the group; part of its keys in the store
-    std::function<void()> check;  // between waits; throws what ends the group
+    std::function<void()> check;  // called between waits; throws what ends the group
   };
 
-  // Empty and `why` where the devices do not reach each other's memory, or a rank could not allocate.
+  // Returns an empty vector, and sets `why`, if devices do not reach each other's memory or a rank could not allocate.
   static std::vector<DeviceMemory> create(KeyValueStore& store, const Options& options, std::string& why);
-  // The same at a meeting that the ranks have joined already, which may share more. `allocated`, if given: whether all
-  // ranks had the memory, alike on all.
+  // The same in an existing meeting, which may share more. `allocated`, if given, tells whether all ranks had the
+  // memory, equal on all ranks.
   static std::vector<DeviceMemory> create(MemoryMeeting& meeting, const Options& options, std::string& why,
                                           bool* allocated = nullptr);
 
-  // In the body of a step that every rank takes: hands this rank's memory to every peer, and each peer's descriptor to
+  // Call it in the body of a step on every rank: passes this rank's memory to every peer, and each peer's descriptor to
   // `take`.
   static void share(MemoryMeeting& meeting, const DeviceMemory& own,
                     const std::function<void(int peer, UniqueFd fd)>& take);

@@ -1,7 +1,7 @@
-// Reading and writing the fixed-size messages of the bootstrap: little-endian fields at fixed places.
+// Reads and writes the fixed-size messages of the bootstrap: little-endian fields at fixed offsets.
 //
-// The writer pads with zeros to the message's size; the reader never reads past the end it was given and finish()
-// demands that whatever is left is zero, so that every byte of a message is either meaningful or checked.
+// The writer pads with zeros to the message's size. The reader never reads past the end, and finish() requires that the
+// rest is zero. So every byte of a message has a meaning or is checked.
 #pragma once
 
 #include <algorithm>
@@ -33,7 +33,7 @@ class Writer {
     for (uint8_t byte : data) bytes_.at(at_++) = byte;
   }
 
-  // Length, then `room` bytes of which the rest stays zero. Longer text is cut.
+  // The length, then `room` bytes padded with zeros. Longer text is truncated.
   void text(const std::string& value, size_t room) {
     const size_t length = std::min(value.size(), room);
     number(static_cast<uint32_t>(length));
@@ -79,7 +79,7 @@ class Reader {
     return data;
   }
 
-  // Printable ASCII only: the text ends up in messages and in socket names.
+  // Printable ASCII only, because the text appears in messages and socket names.
   std::string text(const char* field, size_t room) {
     const uint32_t length = number<uint32_t>();
     if (length > room)

@@ -1,4 +1,4 @@
-// Sizes and names of element types and operations; the names are PyTorch's, for messages and records.
+// Sizes and names of element types and operations. The names are PyTorch's, for messages and records.
 #include "dtype.hpp"
 
 namespace ark {
@@ -41,7 +41,7 @@ static_assert(sizeof(kOpNames) / sizeof(kOpNames[0]) == kReduceOps);
 
 }  // namespace
 
-// Values may come from another process: an unknown one has size 0 and a name that says so.
+// Values may come from another process. Unknown ones have size 0 and a name that says so.
 size_t size_of(DType dtype) {
   const auto i = static_cast<size_t>(dtype);
   return i < kDTypes ? kDTypeFacts[i].bytes : 0;

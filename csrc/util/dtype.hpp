@@ -1,6 +1,6 @@
-// Element types and reduce operations as the library names them; no torch header.
+// The library's element types and reduce operations, without torch headers.
 //
-// The values travel in operation descriptors between processes of one job, so they are fixed.
+// The values are fixed, because operation descriptors carry them between processes of a job.
 #pragma once
 
 #include <cstddef>
@@ -30,7 +30,7 @@ enum class DType : uint8_t {
   c32 = 18,   // two f16
   c64 = 19,   // two f32
   c128 = 20,  // two f64
-  raw8 = 21,  // one opaque byte: may be moved, not reduced
+  raw8 = 21,  // one opaque byte that can be moved but not reduced
 };
 inline constexpr int kDTypes = 22;
 
@@ -43,11 +43,11 @@ enum class ReduceOp : uint8_t {
   band = 5,
   bor = 6,
   bxor = 7,
-  premul_sum = 8,  // every rank's input times its own factor, then sum
+  premul_sum = 8,  // multiplies every rank's input by its own factor, then sums
 };
 inline constexpr int kReduceOps = 9;
 
-size_t size_of(DType dtype);       // bytes of one element
+size_t size_of(DType dtype);       // bytes per element
 const char* name_of(DType dtype);  // PyTorch's name: "bfloat16"
 const char* name_of(ReduceOp op);  // "SUM"
 

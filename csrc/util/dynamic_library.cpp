@@ -1,4 +1,4 @@
-// The system's loader behind dynamic_library.hpp.
+// The system's loader for dynamic_library.hpp.
 #include "util/dynamic_library.hpp"
 
 #include <dlfcn.h>
@@ -8,7 +8,7 @@ namespace ark::jit {
 LibraryOpener LibraryOpener::system() {
   LibraryOpener opener;
   opener.open = [](const std::string& name, std::string& why_not) {
-    // Local: the symbols of two NVRTCs, ours and one that PyTorch opened, must not mix.
+    // RTLD_LOCAL keeps the symbols of two NVRTCs apart: ours and one that PyTorch opened.
     void* library = ::dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) {
       const char* reason = ::dlerror();

@@ -1,6 +1,6 @@
-// dlopen and dlsym behind two functions, so that tests can put a pretended driver or NVRTC in their place.
+// dlopen and dlsym behind two functions, so that tests can substitute a fake driver or NVRTC.
 //
-// Libraries opened here stay open for the life of the process: what they hand out has no owner who could close them.
+// Libraries stay open for the life of the process, because what they hand out has no owner that could close them.
 #pragma once
 
 #include <functional>
@@ -9,9 +9,9 @@
 namespace ark::jit {
 
 struct LibraryOpener {
-  // A handle, or nullptr with the reason in `why_not`.
+  // Returns a handle, or nullptr and sets `why_not`.
   std::function<void*(const std::string& name, std::string& why_not)> open;
-  // The symbol's address, or nullptr.
+  // Returns the symbol's address, or nullptr.
   std::function<void*(void* library, const char* symbol)> symbol;
 
   static LibraryOpener system();

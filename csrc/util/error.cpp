@@ -1,4 +1,4 @@
-// How an Error reads: "[rank 1] all_reduce #17: what happened (peer rank 2). Remedy."
+// Formats an Error: "[rank 1] all_reduce #17: what happened (peer rank 2). Remedy."
 #include "util/error.hpp"
 
 #include <cstring>

@@ -1,8 +1,8 @@
-// The one error type of the C++ library.
+// The only error type of the C++ library.
 //
-// Every failure says what kind it is, which rank saw it, which peer is to blame, in which operation
-// (name and sequence number), and what the reader can do about it. The process group maps kinds to the
-// exceptions PyTorch users expect (ValueError, TypeError, DistBackendError); nothing below it knows torch.
+// An error tells its kind, the rank that raises it, the peer to blame, the operation (name and sequence number) and the
+// remedy. The process group maps kinds to the exceptions that PyTorch users expect (ValueError, TypeError,
+// DistBackendError). Code below the process group does not use torch.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@
 namespace ark {
 
 enum class ErrorKind : uint8_t {
-  invalid_argument,  // bad value from the caller; found before any byte moved (ValueError)
-  out_of_range,      // an index that a tensor does not have (IndexError)
+  invalid_argument,  // bad value from the caller, found before any byte moved (ValueError)
+  out_of_range,      // an index outside of a tensor (IndexError)
   type_error,        // bad type, dtype or layout from the caller (TypeError)
   mismatch,          // ranks called different operations, sizes, dtypes, reduce ops or roots
   peer_lost,         // a peer's process ended
@@ -39,8 +39,8 @@ class Error : public std::runtime_error {
   Error(ErrorKind kind, const std::string& what, ErrorContext context = {});
   ErrorKind kind() const { return kind_; }
   const ErrorContext& context() const { return context_; }
-  const std::string& message() const { return message_; }  // what happened, without rank, operation and remedy
-  // The same error told by this rank, in this operation, where it did not know them yet.
+  const std::string& message() const { return message_; }  // without rank, operation and remedy
+  // Returns a copy that fills in rank and operation where they are unknown.
   Error at(int rank, const std::string& operation, uint64_t sequence = 0) const;
 
  private:
@@ -49,7 +49,7 @@ class Error : public std::runtime_error {
   ErrorContext context_;
 };
 
-// A system call failed: appends strerror(errno_value).
+// A failed system call: appends strerror(errno_value).
 Error system_error(const std::string& what, int errno_value, const std::string& remedy = {});
 
 }  // namespace ark

@@ -24,7 +24,7 @@ int hex_digit(char c) {
   return -1;
 }
 
-// "xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx\n". Returns why it failed; empty: done.
+// Reads "xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx\n". Returns why it failed, or an empty string.
 std::string read_boot_id(Bytes16& out) {
   UniqueFd fd(::open(kBootId, O_RDONLY | O_CLOEXEC));
   if (!fd) return std::string(kBootId) + ": " + std::strerror(errno);

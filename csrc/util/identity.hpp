@@ -1,4 +1,4 @@
-// Where and as whom this process runs: what two processes must have in common to share memory.
+// The machine and user of this process: what two processes must have in common to share memory.
 #pragma once
 
 #include <array>

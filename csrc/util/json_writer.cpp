@@ -1,4 +1,4 @@
-// See json_writer.hpp.
+// Implements json_writer.hpp.
 #include "util/json_writer.hpp"
 
 #include <algorithm>
@@ -9,7 +9,7 @@ namespace ark {
 
 namespace {
 
-// Bytes of the UTF-8 character at the front of `text`; 0 when it is not one (overlong and surrogates included).
+// Length of the UTF-8 character at the front of `text`; 0 if it is invalid (including overlong forms and surrogates).
 size_t utf8_length(std::string_view text) {
   const auto byte = [&](size_t index) { return static_cast<unsigned char>(text[index]); };
   const unsigned char first = byte(0);

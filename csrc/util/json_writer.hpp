@@ -1,7 +1,7 @@
-// Just enough JSON to write: objects, arrays, values; commas are its business.
+// A minimal JSON writer for objects, arrays and values. It places the commas.
 //
-// The text is valid UTF-8 whatever it is given: bytes that are no character become U+FFFD, control characters are
-// escaped. Calls that do not fit together (a value without a key in an object) are not detected.
+// The output is always valid UTF-8: invalid bytes become U+FFFD, and control characters are escaped. It does not detect
+// wrong call sequences, such as a value without a key in an object.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ class JsonWriter {
   JsonWriter& key(std::string_view name);
   JsonWriter& text(std::string_view value);
   JsonWriter& number(int64_t value);
-  JsonWriter& real(double value);  // six digits; null where JSON has no such number
+  JsonWriter& real(double value);  // six digits; null if JSON cannot represent the number
   JsonWriter& boolean(bool value);
   JsonWriter& null();
   // Shorthand for one member of an object.
@@ -34,7 +34,7 @@ class JsonWriter {
   void separate();
 
   std::string out_;
-  bool fresh_ = true;  // nothing to separate from: at the start, after a bracket or after a key
+  bool fresh_ = true;  // no comma needed: at the start, after a bracket or after a key
 };
 
 }  // namespace ark

@@ -1,4 +1,4 @@
-// System calls behind local_socket.hpp.
+// The system calls of local_socket.hpp.
 #include "util/local_socket.hpp"
 
 #include <sys/socket.h>
@@ -16,7 +16,7 @@ namespace ark {
 
 namespace {
 
-// An abstract name: a NUL, then the name, whose length counts (no terminator).
+// An abstract name is a NUL and the name, without a terminator; its length counts.
 socklen_t fill_address(sockaddr_un& address, const std::string& name) {
   std::memset(&address, 0, sizeof address);
   address.sun_family = AF_UNIX;
@@ -94,7 +94,7 @@ int send_message(int socket, std::span<const uint8_t> message, int fd) {
     sent = ::sendmsg(socket, &header, MSG_NOSIGNAL | MSG_DONTWAIT);
   } while (sent < 0 && errno == EINTR);
   if (sent < 0) return errno;
-  return static_cast<size_t>(sent) == message.size() ? 0 : EMSGSIZE;  // a fresh socket takes 64 bytes at once
+  return static_cast<size_t>(sent) == message.size() ? 0 : EMSGSIZE;  // an empty socket buffer takes 64 bytes at once
 }
 
 bool has_ended(int socket) {
@@ -106,10 +106,10 @@ bool has_ended(int socket) {
 MessageReceiver::Status MessageReceiver::receive(int socket) {
   for (;;) {
     std::array<uint8_t, 512> buffer;
-    // One byte beyond the message shows that there is more. (A read never passes a message that brings a descriptor.)
+    // Reading one byte more than expected reveals an oversized message. (A read stops at a message with a descriptor.)
     const size_t want = std::min(buffer.size(), expected_ + (followed_ ? 0 : 1) - bytes_.size());
     iovec data{buffer.data(), want};
-    // Room for a second descriptor shows a surplus; the kernel discards what has no room and says so.
+    // Room for a second descriptor reveals a surplus; the kernel discards the rest and reports it.
     alignas(cmsghdr) std::array<char, CMSG_SPACE(2 * sizeof(int))> control;
     msghdr header{};
     header.msg_iov = &data;

@@ -1,4 +1,4 @@
-// posix_spawn, a pipe, and a deadline behind run_process.hpp.
+// posix_spawn, a pipe and a deadline.
 #include "util/run_process.hpp"
 
 #include <fcntl.h>
@@ -23,7 +23,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 constexpr size_t kMostOutput = size_t{1} << 20;
 constexpr int kPollMs = 100;
-// Nothing else depends on it: relaxed.
+// Relaxed, because nothing else depends on it.
 std::atomic<bool> stopping{false};
 
 std::vector<char*> pointers_to(const std::vector<std::string>& strings) {
@@ -40,7 +40,7 @@ std::vector<std::string> plain_environment() {
   return all;
 }
 
-// Reads until all writers are gone, the deadline, or stop_processes(); false: one of these two.
+// Reads until all writers are gone. Returns false at the deadline or after stop_processes().
 bool drain(int fd, Clock::time_point deadline, std::string& output) {
   char buffer[4096];
   for (;;) {
@@ -57,12 +57,12 @@ bool drain(int fd, Clock::time_point deadline, std::string& output) {
   }
 }
 
-// False: it has not ended by the deadline.
+// Returns false if the process has not ended by the deadline.
 bool wait_until(pid_t pid, Clock::time_point deadline, int& status) {
   auto pause = std::chrono::microseconds(100);
   for (;;) {
     const pid_t ended = ::waitpid(pid, &status, WNOHANG);
-    // Somebody else (a SIGCHLD handler) may have waited for it: how it ended is lost, its output file tells.
+    // Another waiter (a SIGCHLD handler) may have reaped it. Its status is lost, but its output file tells the result.
     if (ended == pid) return true;
     if (ended < 0 && errno == ECHILD) {
       status = 0;

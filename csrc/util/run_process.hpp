@@ -1,4 +1,4 @@
-// Runs a program with a vector of arguments, a time limit and no shell, and takes what it says.
+// Runs a program from an argument vector, with a time limit and without a shell, and captures its output.
 #pragma once
 
 #include <chrono>
@@ -21,12 +21,12 @@ struct ProcessResult {
   std::string output;  // stdout and stderr, the first megabyte
 };
 
-// The program is the path arguments[0], started in `folder`, in a process group of its own, so that what it starts ends
-// with it. Its environment is ours, but for LC_ALL=C: messages and --version are the same everywhere.
+// Runs arguments[0] in `folder`, in its own process group, so that its children end with it. It inherits our
+// environment with LC_ALL=C, so that messages and --version do not vary.
 ProcessResult run_process(const std::vector<std::string>& arguments, const std::string& folder,
                           std::chrono::milliseconds limit);
 
-// When this process is about to end: every program that runs is killed within a tenth of a second, and no other starts.
+// Call it before this process ends: kills every running program within a tenth of a second and prevents new ones.
 void stop_processes();
 
 }  // namespace ark::jit

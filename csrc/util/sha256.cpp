@@ -1,4 +1,4 @@
-// FIPS 180-4, sections 4.1.2, 4.2.2, 5.1.1, 5.3.3 and 6.2; names are the standard's.
+// FIPS 180-4, sections 4.1.2, 4.2.2, 5.1.1, 5.3.3 and 6.2, with the standard's names.
 #include "util/sha256.hpp"
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// SHA-256 (FIPS 180-4). A few lines of our own, since users need not have a cryptographic library: cache keys and the
-// check of what is loaded from the cache, not speed (about 200 MB/s).
+// SHA-256 (FIPS 180-4) for cache keys and for checking cached files. It is our own, because users may have no
+// cryptographic library. It is not tuned for speed.
 #pragma once
 
 #include <array>
@@ -14,9 +14,9 @@ namespace ark::jit {
 class Sha256 {
  public:
   void update(const void* data, size_t bytes);
-  // A field: its length goes before it, so that no two lists of fields hash alike ("ab", "c" and "a", "bc").
+  // Hashes the length before the text, so that different lists of fields never collide ("ab", "c" and "a", "bc").
   void field(std::string_view text);
-  // 64 hexadecimal digits. The object is spent.
+  // Returns 64 hexadecimal digits. Call it once, last.
   std::string hex_digest();
 
  private:

@@ -1,4 +1,4 @@
-// Starting a thread that may fail to start, with an error that a person can act on.
+// Starts a thread. If that fails, throws an error that a person can act on.
 #pragma once
 
 #include <sys/resource.h>

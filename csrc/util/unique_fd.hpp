@@ -1,4 +1,4 @@
-// Owner of one file descriptor: closes it once, moves, never copies.
+// Owns one file descriptor: closes it once, moves, never copies.
 #pragma once
 
 #include <unistd.h>
@@ -25,7 +25,7 @@ class UniqueFd {
 
   int release() noexcept { return std::exchange(fd_, -1); }
 
-  // Never retried on EINTR: Linux has released the number by then and another thread may own it already.
+  // Never retries on EINTR: Linux has already released the number, and another thread may own it.
   void reset(int fd = -1) noexcept {
     const int old = std::exchange(fd_, fd);
     if (old >= 0) ::close(old);

@@ -29,7 +29,7 @@ def _form(rank: Rank, name: str) -> str:
     def compile_graph(graph_module: Any, example_inputs: Any) -> Any:
         return backend.compile_graph(graph_module, example_inputs, chosen, report)
 
-    with torch.device(device), torch.no_grad():  # the forms make tensors without naming a device
+    with torch.no_grad():
         wanted = form(*arguments)
         call = torch.compile(form, backend=compile_graph, dynamic=False)
         for _ in range(2):

@@ -111,7 +111,7 @@ def torchtitan(x: Tensor, gate: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, scor
     theirs = torch.ops._c10d_functional.wait_tensor(funcol.all_to_all_single(counts, None, None, "0"))
     ins, outs = splits(counts.cpu()), splits(theirs.cpu())
     got = funcol.all_to_all_single(rows, outs, ins, "0")
-    whose = torch.repeat_interleave(torch.arange(LOCAL).repeat(WORLD), theirs, output_size=sum(outs))
+    whose = torch.repeat_interleave(torch.arange(LOCAL, device=x.device).repeat(WORLD), theirs, output_size=sum(outs))
     turned = torch.argsort(whose, stable=True)
     y = grouped(got[turned], w1, w3, w2, theirs.view(WORLD, -1).sum(0))
     back = torch.empty_like(y)
@@ -134,7 +134,7 @@ def megatron(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
     weights, ids = top(x, gate)
     flat = ids.flatten()
     order = torch.argsort(flat, stable=True)
-    counts = torch.zeros(EXPERTS, dtype=torch.int64).scatter_add_(0, flat, torch.ones_like(flat))
+    counts = torch.zeros(EXPERTS, dtype=torch.int64, device=x.device).scatter_add_(0, flat, torch.ones_like(flat))
     theirs = exchanged(counts)
     ins, outs = splits(counts), splits(theirs)
     got = funcol.all_to_all_single(x.index_select(0, order // K), outs, ins, "0")
@@ -173,7 +173,7 @@ def ids_are_sent(x: Tensor, gate: Tensor, w1: Tensor, w3: Tensor, w2: Tensor) ->
 def one_expert_a_rank(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
     weights, ids = top(x, gate, 1)
     order = ids.view(-1).argsort()
-    counts = (ids == torch.arange(WORLD)).long().sum(0)
+    counts = (ids == torch.arange(WORLD, device=x.device)).long().sum(0)
     ins, outs = counts.tolist(), exchanged(counts).tolist()
     got = funcol.all_to_all_single(x[order], outs, ins, "0")
     y = F.gelu(got @ w1[0].t()) @ w2[0].t()
@@ -190,7 +190,7 @@ def unlike_ends(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> Any:
     theirs = exchanged(counts)
     ins, outs = splits(counts), splits(theirs)
     got = funcol.all_to_all_single(x[order // K] * 2, outs, ins, "0")
-    whose = torch.arange(LOCAL).repeat(WORLD).repeat_interleave(theirs)
+    whose = torch.arange(LOCAL, device=x.device).repeat(WORLD).repeat_interleave(theirs)
     turned = whose.argsort(stable=True)
     rows = got.index_select(0, turned)
     ends = theirs.view(WORLD, LOCAL).sum(0).cumsum(0).tolist()
@@ -213,7 +213,7 @@ def slots_with_bmm(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
     chosen, order = ids.flatten().sort(stable=True)
     counts = F.one_hot(ids.flatten(), EXPERTS).sum(0)
     starts = counts.cumsum(0) - counts
-    place = torch.arange(len(chosen)) - starts[chosen]
+    place = torch.arange(len(chosen), device=x.device) - starts[chosen]
     buffer = x.new_zeros(EXPERTS, len(chosen), DIM)
     buffer[chosen, place] = x[order // K]
     got = funcol.all_to_all_single(buffer.view(WORLD, -1, DIM), None, None, "0")
@@ -228,7 +228,7 @@ def slots_with_bmm(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
 def slots_with_biases(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
     """Each token has a slot with each expert."""
     _, ids = top(x, gate)
-    flat, token = ids.flatten(), torch.arange(len(x)).repeat_interleave(K)
+    flat, token = ids.flatten(), torch.arange(len(x), device=x.device).repeat_interleave(K)
     buffer = x.new_zeros(EXPERTS, len(x), DIM)
     buffer[flat, token] = x.repeat_interleave(K, 0)
     got = exchanged(buffer).view(WORLD, LOCAL, -1, DIM).transpose(0, 1).flatten(1, 2)
@@ -244,7 +244,7 @@ def slots_by_one_hot(x: Tensor, gate: Tensor, w1: Tensor, w3: Tensor, w2: Tensor
     flat, each = ids.flatten(), each or len(x)  # topk names an expert once for a token
     hot = F.one_hot(flat, EXPERTS)
     slot = flat * each + (hot.cumsum(0) * hot).sum(-1) - 1
-    buffer = torch.zeros(EXPERTS * each, DIM).index_copy_(0, slot, x.repeat_interleave(K, 0))
+    buffer = x.new_zeros(EXPERTS * each, DIM).index_copy_(0, slot, x.repeat_interleave(K, 0))
     got = exchanged(buffer)
     got = got.view(WORLD, LOCAL, each, DIM).permute(1, 0, 2, 3).reshape(LOCAL, WORLD * each, DIM)
     y = torch.stack([swiglu(got[e], w1[e].t(), w3[e].t(), w2[e].t()) for e in range(LOCAL)])
@@ -257,7 +257,7 @@ def slots_of_tokens(x: Tensor, gate: Tensor, w1: Tensor, w3: Tensor, w2: Tensor,
     """A token's number is its place, which will do for topk's choices."""
     _, ids = top(x, gate)
     ids = ids if change is None else change(ids)
-    flat, place = ids.flatten(), torch.arange(len(x)).repeat_interleave(K)
+    flat, place = ids.flatten(), torch.arange(len(x), device=x.device).repeat_interleave(K)
     buffer = x.new_zeros(EXPERTS, len(x), DIM)
     buffer[flat, place] = x.repeat_interleave(K, 0)
     got = exchanged(buffer).view(WORLD, LOCAL, -1, DIM).transpose(0, 1).flatten(1, 2)
@@ -353,7 +353,7 @@ def _sorted_and_sent(x: Tensor, gate: Tensor) -> Any:
 def sorted_twice(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
     """Rows go back in the order that brought them to their experts, and not in its inverse."""
     got, _, theirs, back = _sorted_and_sent(x, gate)
-    turned = torch.arange(LOCAL).repeat(WORLD).repeat_interleave(theirs).argsort(stable=True)
+    turned = torch.arange(LOCAL, device=x.device).repeat(WORLD).repeat_interleave(theirs).argsort(stable=True)
     parts = got[turned].split(theirs.view(WORLD, LOCAL).sum(0).tolist())
     y = torch.cat([F.relu(part @ w1[e].t()) @ w2[e].t() for e, part in enumerate(parts)])
     return back(y[turned])
@@ -375,9 +375,9 @@ def chunks_in_another_order(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> 
 def ends_that_are_not_the_rows(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
     """The first group's end is one row early, where it has any."""
     got, _, theirs, back = _sorted_and_sent(x, gate)
-    turned = torch.arange(LOCAL).repeat(WORLD).repeat_interleave(theirs).argsort(stable=True)
+    turned = torch.arange(LOCAL, device=x.device).repeat(WORLD).repeat_interleave(theirs).argsort(stable=True)
     each = theirs.view(WORLD, LOCAL).sum(0)
-    ends = each.cumsum(0).sub((each > 0).long() * torch.tensor([1, 0])).to(torch.int32)
+    ends = each.cumsum(0).sub((each > 0).long() * torch.tensor([1, 0], device=x.device)).to(torch.int32)
     hidden = F.relu(torch._grouped_mm(got[turned], w1.transpose(-2, -1), offs=ends))
     y = torch._grouped_mm(hidden, w2.transpose(-2, -1), offs=ends)
     return back(y[turned.argsort()])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -457,6 +458,23 @@ def _numbers(rank: Rank) -> None:
 
 def test_agreement_does_not_depend_on_the_groups_collectives() -> None:
     run(_numbers)
+
+
+def _again_and_again(rank: Rank) -> None:
+    """Over a group of CUDA tensors alone, as NCCL's: captures come and go, and one rank is late each time."""
+    rank.init()
+    group = dist.new_group(backend="cuda:gloo")
+    for number in range(4):
+        if rank.rank == number % 2:
+            time.sleep(0.2)
+        agreement = Agreement(group)
+        assert agreement.everyone(rank.rank) == [0, 1]
+        agreement.close()
+    dist.destroy_process_group()
+
+
+def test_agreements_of_a_group_without_cpu_tensors() -> None:
+    run(_again_and_again)
 
 
 def _lengths(rank: Rank) -> str:

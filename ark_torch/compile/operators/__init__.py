@@ -1,4 +1,4 @@
-"""The lowerings of ATen's operators, one file a family; importing the package registers them all."""
+"""The lowerings of ATen's operators, one file per family; importing the package registers all of them."""
 
 from ark_torch.compile.operators import (
     activations,

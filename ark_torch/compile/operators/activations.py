@@ -1,4 +1,4 @@
-"""Activations and softmax, where a graph still holds them whole: several pointwise nodes, float32 between them."""
+"""Activations and softmax that a graph still contains as a whole: several pointwise nodes, in float32 in between."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Functional collectives on ark groups: tasks of the loop kernel.
 
-On the CPU a task is the group's own synchronous call; on a GPU its tiles exchange packets with the kernels of the other
-ranks. Either way a result is there when the next task reads it, and wait_tensor is no work at all. Groups of other
-backends fall back with their collectives.
+On the CPU a task is the group's own synchronous call; on a GPU its tiles exchange packets with other ranks' kernels. In
+both cases the result is available when the next task reads it, so wait_tensor does nothing. Collectives of other
+backends' groups fall back.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ functional = torch.ops._c10d_functional
 
 
 def resolved(name: Any, device: torch.device) -> dist.ProcessGroup:
-    """A process group of which an ark group carries the device's tensors. Regions look it up by name when they run, so
-    that a group that was destroyed and made again is the new one."""
+    """A process group whose tensors on the device are carried by an ark group. Regions look it up by name at run time,
+    so that a group that was destroyed and made again is found."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     from ark_torch import _C
@@ -44,7 +44,7 @@ def _collective(low: Lowering, node: Node, op: str, group: Any, **attributes: An
 
 
 def _coalesced(low: Lowering, node: Node, op: str, group: Any, **attributes: Any) -> tuple[Operand, ...]:
-    """Several at once are the same one by one: in a kernel none of them costs a launch."""
+    """Lowers a coalesced collective one by one: within a kernel none of them costs a launch."""
     sources: Any = node.args[0]
     return tuple(
         _run(low, op, group, low.operand(source), low.result(node, i), **attributes) for i, source in enumerate(sources)
@@ -111,7 +111,7 @@ def wait_tensor(low: Lowering, node: Node) -> Operand:
     return low.operand(source)
 
 
-# Where the group stands among the arguments.
+# The position of the group among the arguments.
 COLLECTIVES = {
     functional.all_reduce.default: 2,
     functional.all_gather_into_tensor.default: 2,

@@ -15,7 +15,7 @@ from ark_torch.compile.lowering import Lowering, lowers
 from ark_torch.compile.operators import dequantized, experts
 from ark_torch.compile.operators.pointwise import keyword
 
-# A row's running result stays in registers (csrc/compiler/emit/cpu/emit_cpu_stages.cpp).
+# A row's running result stays in registers (csrc/compiler/emit/cuda/emit_cuda_attention.cpp).
 LARGEST_HEAD = 512
 
 
@@ -47,7 +47,7 @@ def addmm(low: Lowering, node: Node) -> Operand:
     product: Operand = _matmul(low, low.fresh(torch.float32, out.shape), left, right)
     if alpha != 1:
         product = low.pointwise("mul", product, Literal(alpha, torch.float32, ()), out=out if beta == 0 else None)
-    if beta == 0:  # the bias is not even read: it may hold NaN
+    if beta == 0:  # the bias must not be read: it may hold NaN
         return product if alpha != 1 else low.copy(product, out)
     if beta != 1:
         bias = low.pointwise("mul", bias, Literal(beta, torch.float32, ()))
@@ -56,7 +56,7 @@ def addmm(low: Lowering, node: Node) -> Operand:
 
 @lowers(aten.mv.default, aten.dot.default)
 def matrix_vector(low: Lowering, node: Node) -> Operand:
-    """As a product with one row or column: views with a dimension of length 1."""
+    """A product with one row or column: views with a dimension of length 1."""
     left, right = (low.stored(low.operand(a)) for a in node.args[:2])
     out = low.result(node)
     row = (
@@ -69,7 +69,7 @@ def matrix_vector(low: Lowering, node: Node) -> Operand:
 
 
 _ON_CPU = (aten._scaled_dot_product_flash_attention_for_cpu.default,)
-_ON_GPU = (  # what PyTorch chooses among there
+_ON_GPU = (  # those that PyTorch chooses from
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
@@ -77,7 +77,7 @@ _ON_GPU = (  # what PyTorch chooses among there
 
 
 def skips_positions(node: Node) -> bool:
-    """Whether this is attention that passes over what its mask leaves out, were it NaN."""
+    """Whether this is attention that skips positions that its mask excludes, even if they are NaN."""
     if node.target not in (*_ON_CPU, *_ON_GPU):
         return False
     mask = keyword(node, "attn_mask", keyword(node, "attn_bias", None))
@@ -124,7 +124,7 @@ def _attention(low: Lowering, node: Node, out: Strided) -> Strided:
 
 
 def _written_between(root: Node, first: Node, last: Node) -> bool:
-    """Whether the region writes a root after `first` and before `last` (program order)."""
+    """Whether the region writes a root after `first` and before `last`, in program order."""
     inside = False
     for node in first.graph.nodes:
         if node is first:
@@ -137,10 +137,10 @@ def _written_between(root: Node, first: Node, last: Node) -> bool:
 
 
 def _before_repeat(low: Lowering, argument: Any, reader: Node) -> Operand:
-    """Keys or values that are repeated for every head of a group (unsqueeze, expand, clone, view): the ones before.
+    """Keys or values before they are repeated for every head of a group (unsqueeze, expand, clone, view).
 
-    Hugging Face's models write the repetition out, which would copy the whole cache each step; the graph's attention
-    repeats by itself. The copy is then read by nobody, and goes.
+    Hugging Face's models repeat them explicitly, which would copy the whole cache in each step; the graph's attention
+    repeats implicitly. The copy is then unread and is dropped.
     """
     operand = low.operand(argument)
     view = argument
@@ -164,7 +164,7 @@ def _before_repeat(low: Lowering, argument: Any, reader: Node) -> Operand:
 
 
 def _boolean_mask(low: Lowering, mask: Any) -> Operand:
-    """where(condition, 0, -inf), which PyTorch makes of a boolean mask for this operator: the condition itself."""
+    """The condition in where(condition, 0, -inf), which PyTorch makes of a boolean mask for this operator."""
     operand = low.operand(mask)
     node = mask
     while isinstance(node, Node) and node.target is aten.expand.default:

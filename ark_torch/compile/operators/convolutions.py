@@ -1,12 +1,12 @@
-"""Convolutions of one, two and three dimensions on a CPU, by the operators that regions have.
+"""Convolutions of one, two and three dimensions on a CPU, made of operators that regions have.
 
-Windows are a strided view of the padded input: no index is computed. Where a group has several channels, windows are
-copied into the columns of a matrix and the convolution is a product with the weight (im2col); windows of one element
-that lie next to each other need no copy. Where each channel is alone (depthwise) it is a sum over the places of a
-window, of views times a number for each channel, which is one loop.
+Windows are a strided view of the padded input, so no index is computed. If a group has several channels, windows are
+copied to the columns of a matrix and multiplied by the weight (im2col); adjacent windows of one element need no copy.
+If each channel is separate (depthwise), the convolution is a sum over the window's positions of views times per-channel
+numbers, in one loop.
 
-`slower` says which convolutions oneDNN, Inductor's and eager PyTorch's, runs faster. They are left to Inductor unless a
-region must be whole (fallback=False, resident mode).
+`slower` tells which convolutions run faster in oneDNN, as used by Inductor and eager PyTorch. They are left to Inductor
+unless a region must be whole (fallback=False, resident mode).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from ark_torch.compile.ir import Operand, Strided, Unsupported
 from ark_torch.compile.lowering import Lowering, contiguous_strides, lowers
 from ark_torch.compile.operators.pointwise import keyword
 
-# A sum of more terms than this takes longer to compile than it is worth: it is a product, too.
+# Longer sums take too long to compile: they become products.
 MOST_TERMS = 81
-# A task is given no more parameters side by side than its ring has pages (csrc/compiler/schedule/prefetch.cpp); what is
-# computed is no parameter.
+# A task takes at most as many parameters as its ring has pages (csrc/compiler/schedule/prefetch.cpp). Computed values
+# do not count.
 PARAMETERS = 6
 LANES = 16
 
-# From how many multiplications on oneDNN is faster (benchmarks/convolutions.py, AVX-512, one thread): below them its
-# call and the way between two regions take longer than the work.
+# oneDNN is faster from this number of multiplications (benchmarks/convolutions.py, AVX-512, one thread). Below, its
+# call and the transition between two regions cost more than the work.
 MOST_WORK = 8_000_000
 MOST_APART, MOST_APART_LAST = 4_000_000, 500_000  # depthwise; channels last
 LARGE = 1 << 14
@@ -39,7 +39,7 @@ FASTER = "left to Inductor, whose convolution (oneDNN) is faster"
 
 @dataclass(frozen=True)
 class Form:
-    """What a convolution is, apart from its numbers; one entry a spatial dimension."""
+    """A convolution's parameters, one entry per spatial dimension."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -49,7 +49,7 @@ class Form:
 
     @property
     def moves_nothing(self) -> bool:
-        """Windows of one element, of which every one is used."""
+        """Whether windows have one element and every element is used."""
         return all(n == 1 for n in (*self.kernel, *self.stride)) and not any(self.padding)
 
 
@@ -89,7 +89,7 @@ def convolution(low: Lowering, node: Node) -> Operand:
 
 
 def _split(x: Strided, dim: int, first: int) -> Strided:
-    """A dimension as two: `first` times the rest."""
+    """Splits a dimension in two: `first` times the rest."""
     rest = x.shape[dim] // first
     shape = (*x.shape[:dim], first, rest, *x.shape[dim + 1 :])
     strides = (*x.strides[:dim], rest * x.strides[dim], x.strides[dim], *x.strides[dim + 1 :])
@@ -101,7 +101,7 @@ def _permuted(x: Strided, order: Sequence[int]) -> Strided:
 
 
 def _merged(x: Strided, dim: int, count: int) -> Strided | None:
-    """`count` dimensions from `dim` on as one, or None where they do not lie so."""
+    """Merges `count` dimensions from `dim` on, or returns None if their strides do not allow it."""
     step, length = 0, 1
     for n, s in reversed(list(zip(x.shape[dim : dim + count], x.strides[dim : dim + count], strict=True))):
         if n == 1:
@@ -115,7 +115,7 @@ def _merged(x: Strided, dim: int, count: int) -> Strided | None:
 
 
 def _padded(low: Lowering, x: Strided, form: Form) -> Strided:
-    """With zeros around it, in the order in which it lies."""
+    """Pads with zeros and keeps the order of dimensions in memory."""
     if not any(form.padding):
         return x
     shape = (*x.shape[:2], *(n + 2 * p for n, p in zip(x.shape[2:], form.padding, strict=True)))
@@ -147,11 +147,11 @@ def _windows(x: Strided, form: Form, places: Sequence[int]) -> Strided:
 def _product(
     low: Lowering, windows: Strided, weight: Strided, bias: Strided | None, out: Strided, form: Form
 ) -> Strided:
-    """weight @ columns, or its transpose where channels are adjacent in the result."""
+    """Computes weight @ columns, or its transpose if channels are contiguous in the result."""
     spatial, groups = len(form.kernel), form.groups
     last = _channels_last(out)
     w = _split(weight, 0, groups)  # [G, O / G, C / G, *kernel]
-    order = sorted(range(2, 3 + spatial), key=lambda d: (-w.strides[d], d))  # the depth, as it lies in the weight
+    order = sorted(range(2, 3 + spatial), key=lambda d: (-w.strides[d], d))  # the depth, in the weight's memory order
     matrix = _weights(low, _permuted(w, [0, 1, *order]), last and math.prod(out.shape[2:]) >= LANES)
     first = len(windows.shape) - spatial
     columns = None
@@ -187,7 +187,7 @@ def _transposed(x: Strided) -> Strided:
 
 
 def _weights(low: Lowering, w: Strided, turned: bool) -> Strided:
-    """[G, O / G, depth]; `turned`: output channels are adjacent, for products whose lanes run along them."""
+    """[G, O / G, depth]; `turned`: output channels are contiguous, for products whose lanes are along them."""
     matrix = _merged(w, 2, len(w.shape) - 2)
     depth = math.prod(w.shape[2:])
     if turned and w.shape[1] > 1:
@@ -201,7 +201,7 @@ def _weights(low: Lowering, w: Strided, turned: bool) -> Strided:
 
 
 def _columns(low: Lowering, windows: Strided, spatial: int, last: bool) -> Strided:
-    """[N, G, depth, places], copied; with `last` the depth is adjacent, or else places are."""
+    """[N, G, depth, places], copied; the depth is contiguous with `last`, else places are."""
     samples, groups = windows.shape[:2]
     depth, places = math.prod(windows.shape[2 : 3 + spatial]), math.prod(windows.shape[3 + spatial :])
     steps = (1, depth) if last else (places, 1)
@@ -216,22 +216,22 @@ def _columns(low: Lowering, windows: Strided, spatial: int, last: bool) -> Strid
 def _depthwise(
     low: Lowering, windows: Strided, weight: Strided, bias: Strided | None, out: Strided, form: Form
 ) -> Strided:
-    """A sum, from the first place of the window to the last."""
+    """A sum over the window, from its first position to the last."""
     spatial = len(form.kernel)
     places = list(_places(form.kernel))
     last = _channels_last(out)
     if len(places) > PARAMETERS or (last and len(places) > 1):
         strides = contiguous_strides(weight.shape)
-        if last:  # channels are adjacent here, too
+        if last:  # channels are contiguous here, too
             strides = (1, 1, *(weight.shape[0] * s for s in contiguous_strides(form.kernel)))
         weight = low.copy(weight, low.fresh(weight.dtype, weight.shape, strides))
     w = _split(weight, 0, form.groups)  # [C, O / C, 1, *kernel]
-    # [N, C, O / C, *places], or channels last, as the result lies.
+    # [N, C, O / C, *places], or channels last, like the result.
     order = [0, *range(3, 3 + spatial), 1, 2] if last else range(3 + spatial)
     whole = _permuted(_split(out, 1, form.groups), order)
 
     def of_channels(x: Strided, offset: int) -> Strided:
-        """[C, O / C, ...] as numbers for each channel."""
+        """[C, O / C, ...] as a number per channel."""
         one = x._replace(
             shape=(1, *x.shape[:2], *(1,) * spatial), strides=(0, *x.strides[:2], *(0,) * spatial), offset=offset
         )
@@ -261,7 +261,7 @@ def _places(kernel: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def slower(node: Node) -> str | None:
-    """Why a convolution is left to oneDNN, or None. One that `convolution` cannot lower has a reason of its own."""
+    """Why a convolution is left to oneDNN, or None. If `convolution` cannot lower it, it gives another reason."""
     if node.target is not aten.convolution.default:
         return None
     x, weight, out = (tensor_of(n) for n in (*node.args[:2], node))  # type: ignore[arg-type]

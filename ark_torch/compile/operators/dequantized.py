@@ -1,8 +1,8 @@
-"""Products of coded weights (low_bits.py), and scales and biases of channels that come behind them.
+"""Products with quantized weights (low_bits.py), and per-channel scales and biases that follow them.
 
-Many write the scale of a channel behind the product: `linear(x, codes.to(x.dtype)) * scales`, and torchao the bias
-behind that. Each of these is one more factor or summand of a column, so a product that is remembered is made anew with
-it; the one before is then read by nobody, and goes.
+Many models apply the channel's scale after the product: `linear(x, codes.to(x.dtype)) * scales`, and torchao the bias
+after that. Each of these is one more factor or summand per column, so a remembered product is emitted again with it;
+the previous one is then unread and is dropped.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ark_torch.compile.lowering import Lowering, contiguous_strides, lowers
 class _Product:
     weight: Weight
     rows: Strided
-    versions: tuple[int, int]  # of what it reads, and of its result
-    scale: Strided | None = None  # of channels, behind it
+    versions: tuple[int, int]  # of its operands, and of its result
+    scale: Strided | None = None  # per channel, applied after the product
     bias: Operand | None = None
 
 
@@ -86,8 +86,8 @@ def _of(low: Lowering, leaf: Leaf) -> Strided:
 
 
 def with_channels(low: Lowering, node: Node, op: str) -> Strided | None:
-    """Of a product that is multiplied by numbers of channels, or to which these are added: the product that does both.
-    None: `node` is something else."""
+    """The product that includes a multiplication or addition of per-channel numbers to another product; None if `node`
+    is something else."""
     known = low.notes.get("dequantized")
     if not known or node.kwargs.get("alpha", 1) != 1:
         return None
@@ -105,7 +105,7 @@ def with_channels(low: Lowering, node: Node, op: str) -> Strided | None:
 
 
 def _channels(low: Lowering, by: Node, of: Strided) -> Strided | None:
-    """Numbers of the last dimension of a product's result, as the graph was given them where that is known."""
+    """Per-column numbers for a product's result, as given to the graph if that is known."""
     columns = of.shape[-1]
     leaf = leaf_of(by)
     known = leaf is not None and leaf.source not in low.mutated

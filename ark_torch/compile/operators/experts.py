@@ -1,10 +1,10 @@
-"""Grouped products: every row times the matrix that it chose (a mixture of experts).
+"""Grouped products: each row times the matrix that it selected (a mixture of experts).
 
-Most models write them as a lookup of whole matrices and a batched product (`torch.bmm(weight[experts], x)`, or einsum
-of the same). Computed so, each row would copy its matrices first. Here the lookup is remembered, and a product that
-reads it becomes the operator "experts", which reads the chosen matrices where they lie; the copy is then read by
-nobody, and goes. A product's operand is a view of what was looked up, so which of its dimensions are matrices, and
-which are rows and columns of one, is read off its strides.
+Most models write them as a lookup of whole matrices and a batched product (`torch.bmm(weight[experts], x)`, or the same
+as einsum), in which each row would first copy its matrices. Here the lookup is remembered, and a product that reads it
+becomes the operator "experts", which reads the selected matrices in place; the copy is then unread and is dropped. A
+product's operand is a view of the lookup, so its strides tell which dimensions select matrices, and which are a
+matrix's rows and columns.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _versions(low: Lowering, *operands: Strided) -> tuple[int, int, int]:
 
 
 def remember(low: Lowering, table: Strided, index: Strided, out: Strided, dim: int, wrap: bool) -> None:
-    """A lookup of matrices; called before it is written."""
+    """Remembers a lookup of matrices; called before its result is written."""
     if dim != 0 or len(table.shape) != 3 or out.strides != contiguous_strides(out.shape) or not index.shape:
         return
     if not table.dtype.is_floating_point:
@@ -51,7 +51,7 @@ def remember(low: Lowering, table: Strided, index: Strided, out: Strided, dim: i
 
 
 def grouped(low: Lowering, out: Strided, left: Strided, right: Strided) -> bool:
-    """Writes out = left @ right as a grouped product, where either was looked up. False: it is none."""
+    """Writes out = left @ right as a grouped product if either was looked up. Returns False if neither was."""
     if _try(low, out, left, right):
         return True
     return _try(low, _transposed(out), _transposed(right), _transposed(left))
@@ -64,7 +64,7 @@ def _transposed(x: Strided) -> Strided:
 
 
 def _inner(lookup: _Lookup, length: int, stride: int) -> tuple[int, int] | None:
-    """Table dimension that `stride` walks within a matrix, and by how many of its elements."""
+    """The table dimension that `stride` walks within a matrix, and by how many of its elements."""
     rows, columns = lookup.table.shape[1:]
     if length == 1:
         return 0, 0
@@ -80,7 +80,7 @@ def _try(low: Lowering, out: Strided, a: Strided, b: Strided) -> bool:
     size = math.prod(lookup.table.shape[1:])
     columns = lookup.table.shape[2]
     depth, width = b.shape[-2:]
-    # Leading dimensions: (length, steps of the index, stride of a, stride of out).
+    # Leading dimensions: (length, stride in the index, stride of a, stride of out).
     lead = []
     for n, step, of_a, of_out in zip(b.shape[:-2], b.strides[:-2], a.strides[:-2], out.strides[:-2], strict=True):
         if n > 1 and step % size != 0:
@@ -127,7 +127,7 @@ def _try(low: Lowering, out: Strided, a: Strided, b: Strided) -> bool:
 
 
 def grouped_mm_fallback(low: Lowering, node: Node) -> Strided:
-    """Hugging Face's operator for the same, of any floating type; a GPU's products of it stay its own."""
+    """Hugging Face's operator for the same, for any floating type; GPUs use their own."""
     if low.device.type != "cpu":
         raise Unsupported("no lowering for this operator")
     return grouped_mm(low, node)
@@ -138,7 +138,7 @@ NAMED_RULES["transformers::grouped_mm_fallback.default"] = grouped_mm_fallback
 
 @lowers(aten._grouped_mm.default)
 def grouped_mm(low: Lowering, node: Node) -> Strided:
-    """Rows in runs, one run a matrix, whose ends are known at run time."""
+    """Rows in runs, one per matrix, whose ends are known at run time."""
     a, b = (low.stored(low.operand(x)) for x in node.args[:2])
     offsets, bias = keyword(node, "offs", None), keyword(node, "bias", None)
     if len(a.shape) != 2 or len(b.shape) != 3 or offsets is None or bias is not None:

@@ -1,6 +1,6 @@
 """Lookups and updates by index: gather and scatter along one dimension.
 
-Sums of half types are kept in float32 until all have been added, and rounded once.
+Sums of half types stay in float32 until all have been added, and are rounded once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _one_index(indices: Any) -> tuple[int, Any]:
 
 
 def _gather(low: Lowering, node: Node, table: Operand, index: Strided, dim: int, wrap: bool = False) -> Strided:
-    """`wrap`: x[-1] is the last."""
+    """`wrap`: x[-1] is the last element."""
     out = low.result(node)
     table = low.stored(table)
     if out.shape != (*table.shape[:dim], *index.shape, *table.shape[dim + 1 :]):
@@ -44,7 +44,7 @@ def _gather(low: Lowering, node: Node, table: Operand, index: Strided, dim: int,
 
 
 def _name(node: Node) -> str:
-    """What a user calls the operator, for messages."""
+    """The user's name of the operator, for messages."""
     return str(node.target._schema.name).removeprefix("aten::").removeprefix("_unsafe_")  # type: ignore[union-attr]
 
 
@@ -64,7 +64,7 @@ def index(low: Lowering, node: Node) -> Operand:
 
 
 def _by_several(low: Lowering, node: Node, table: Strided, dims: list[int]) -> Operand:
-    """x[i, j]: the masks of Hugging Face's models look up so what is padding."""
+    """Lowers x[i, j], as used by the masks of Hugging Face's models to look up padding."""
     first, behind = dims[0], dims[-1] + 1
     if dims != list(range(first, behind)):
         raise Unsupported("indexing along dimensions that are not neighbours")
@@ -79,7 +79,7 @@ def _by_several(low: Lowering, node: Node, table: Strided, dims: list[int]) -> O
 
 @lowers(aten.gather.default)
 def gather_along(low: Lowering, node: Node) -> Operand:
-    """out[i, j] = x[i, index[i, j]]: an index for each element of the result."""
+    """out[i, j] = x[i, index[i, j]]: an index per element of the result."""
     table, index = low.stored(low.operand(node.args[0])), _index(low, node.args[2])
     if not table.shape or len(index.shape) != len(table.shape):
         raise Unsupported("gather from or by a single number")
@@ -89,7 +89,7 @@ def gather_along(low: Lowering, node: Node) -> Operand:
 
 
 def _within(whole: Strided, index: Strided, dim: int) -> Strided:
-    """The part that an index of fewer rows is about."""
+    """The part that an index of fewer rows refers to."""
     return whole._replace(shape=tuple(whole.shape[d] if d == dim else n for d, n in enumerate(index.shape)))
 
 
@@ -145,7 +145,7 @@ def index_copy(low: Lowering, node: Node) -> Operand:
     *(aten.scatter_.src, aten.scatter_.value, aten.scatter_add_.default),
 )
 def scatter_along(low: Lowering, node: Node) -> Operand:
-    """An index for each element of the source."""
+    """There is an index per element of the source."""
     name = _name(node)
     reduces = node.target is aten.scatter_reduce.two
     if reduces and (node.args[4] != "sum" or not keyword(node, "include_self", True)):
@@ -167,7 +167,7 @@ def scatter_along(low: Lowering, node: Node) -> Operand:
 def _target(
     low: Lowering, node: Node, index: Strided, source: Operand, in_place: bool, accumulate: bool
 ) -> tuple[Strided, Strided, Operand]:
-    """What an update writes, by which index, and what it writes there."""
+    """The target of an update, its index, and its source."""
     base = low.operand(node.args[0])
     dtype = base.dtype
     if accumulate and dtype == torch.bool:
@@ -185,7 +185,7 @@ def _target(
         target, source = low.copy(base, low.fresh(torch.float32, base.shape)), low.cast(source, torch.float32)
     else:
         target = base if in_place and isinstance(base, Strided) else low.copy(base, low.result(node))
-    # What is read while the target is written: a copy, where both lie in one tensor.
+    # Copy operands that are in the target's tensor: they are read while it is written.
     if isinstance(source, Strided) and source.buffer == target.buffer:
         source = low.copy(source, low.fresh(source.dtype, source.shape))
     if index.buffer == target.buffer:
@@ -194,7 +194,7 @@ def _target(
 
 
 def _rounded(low: Lowering, node: Node, target: Strided, in_place: bool) -> Strided:
-    """What has been added up in float32, back in the type that it came in."""
+    """Converts what was added up in float32 back to its original type."""
     if target.dtype == node.meta["val"].dtype:
         return target
     out = low.operand(node.args[0]) if in_place else low.result(node)
@@ -221,7 +221,7 @@ def scatter(
         shape.insert(dim, 1)
         strides.insert(dim, 0)
         source = source._replace(shape=tuple(shape), strides=tuple(strides))
-    if len(index.shape) > 1:  # as one dimension
+    if len(index.shape) > 1:  # flattened to one dimension
         index, source = (low.copy(o, low.fresh(o.dtype, o.shape)) for o in (index, source))
         positions = math.prod(index.shape)
         flat = (*rest[0], positions, *rest[1])

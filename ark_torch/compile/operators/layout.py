@@ -25,7 +25,7 @@ def _part(whole: Strided, dim: int, begin: int, length: int) -> Strided:
 
 @lowers(aten.clone.default, aten.lift_fresh_copy.default)
 def clone(low: Lowering, node: Node) -> Operand:
-    """No copy where nobody can tell: the same layout, and nothing writes what it would have been copied from."""
+    """Drops the copy if that is unobservable: equal layouts, and nothing writes the source."""
     source = low.operand(node.args[0])
     out = low.result(node)
     same_layout = isinstance(source, Strided) and source._replace(buffer=0, offset=0).same_place(out._replace(buffer=0))
@@ -91,7 +91,7 @@ def write_part(low: Lowering, node: Node) -> Operand:
     out = low.copy(low.operand(base), low.result(node))
     view = aten.slice.Tensor if node.target is aten.slice_scatter.default else aten.select.int
     target = view_of(view, out, where or [0], node.kwargs)
-    assert isinstance(target, Strided)  # one view
+    assert isinstance(target, Strided)  # a single view
     low.copy(low.expand(low.operand(source), target.shape), target)
     return out
 
@@ -110,7 +110,7 @@ def copy(low: Lowering, node: Node) -> Operand:
         if isinstance(source, Strided) and source.buffer == target.buffer:
             if source.same_place(target):
                 return target
-            # Both lie in one tensor and may overlap.
+            # Both are in one tensor and may overlap.
             source = low.copy(source, low.fresh(source.dtype, source.shape))
     if target.dtype == torch.bool and source.dtype != torch.bool:
         raise Unsupported("a copy of numbers into booleans")
@@ -119,7 +119,7 @@ def copy(low: Lowering, node: Node) -> Operand:
 
 @lowers(prims.rev.default, aten.flip.default)
 def flip(low: Lowering, node: Node) -> Operand:
-    """Read by falling indices, dimension by dimension."""
+    """Reads by decreasing indices, dimension by dimension."""
     source = low.stored(low.operand(node.args[0]))
     dims = [int(d) % max(len(source.shape), 1) for d in node.args[1]]  # type: ignore[union-attr, arg-type]
     out = low.result(node)

@@ -1,4 +1,4 @@
-"""The operator that ends a loop of steps (ark_torch.resident). It gives its operand back, so that a graph keeps it."""
+"""The operator that ends a loop of steps (ark_torch.resident). It returns its operand, so that a graph keeps it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ark_torch.compile.lowering import Lowering, lowers
 
 @torch.library.custom_op("ark_torch::stop", mutates_args=())
 def stop(value: Tensor) -> Tensor:
-    """No step follows where the one element of `value` is not zero."""
+    """No step follows if the one element of `value` is not zero."""
     return value.clone()
 
 

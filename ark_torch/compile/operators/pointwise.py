@@ -1,9 +1,8 @@
-"""Pointwise operators. The tables say which ATen overload is which operator of the graph
-(csrc/compiler/graph/pointwise).
+"""Pointwise operators. The tables map ATen overloads to operators of the graph (csrc/compiler/graph/pointwise).
 
 Types are PyTorch's: `elementwise_dtypes` gives the type in which an operator computes. The graph computes floating
-types in float32 and integers in int64, so an operand is cast only where its kind differs (an int64 that meets a
-float), and the result is rounded once, to the type that PyTorch gives it.
+types in float32 and integers in int64. So an operand is cast only if its kind differs (an int64 with a float), and the
+result is rounded once, to the type that PyTorch gives it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from ark_torch.compile.operators import dequantized
 
 prims = torch.ops.prims
 
-# Computed in floating point, whatever comes in.
+# Computed in floating point for any input type.
 FLOAT_UNARY: dict[Any, str] = {
     aten.exp.default: "exp",
     aten.log.default: "log",
@@ -53,7 +52,7 @@ UNARY: dict[Any, str] = {
     aten.sgn.default: "sign",
     aten.bitwise_not.default: "bitwise_not",
 }
-# The identity on integers.
+# The identity for integers.
 ROUNDING: dict[Any, str] = {
     aten.floor.default: "floor",
     aten.ceil.default: "ceil",
@@ -99,7 +98,7 @@ def kind_of(dtype: torch.dtype) -> str:
 
 
 def promoted(node: Node, kind: Promotion, *arguments: Any) -> torch.dtype:
-    """The common type of arguments (nodes and numbers), before what the computation widens it to."""
+    """The common type of arguments (nodes and numbers), before it is widened for computation."""
     values = [a.meta["val"] if isinstance(a, Node) else a for a in arguments]
     computation, result = elementwise_dtypes(*values, type_promotion_kind=kind)
     if computation not in (torch.float32, torch.int64, torch.int32, torch.bool):
@@ -108,7 +107,7 @@ def promoted(node: Node, kind: Promotion, *arguments: Any) -> torch.dtype:
 
 
 def operand_as(low: Lowering, argument: Any, dtype: torch.dtype) -> Operand:
-    """An operand of the kind of `dtype`; of the same kind it stays what it is, for that is exact."""
+    """An operand of the same kind as `dtype`; one that already is stays unchanged, which is exact."""
     operand = low.operand(argument)
     if isinstance(operand, Literal):
         if dtype.is_floating_point:
@@ -120,7 +119,7 @@ def operand_as(low: Lowering, argument: Any, dtype: torch.dtype) -> Operand:
 
 
 def keyword(node: Node, name: str, default: Any) -> Any:
-    """An argument of the schema by name, however it was given."""
+    """An argument by its name in the schema, whether given by position or keyword."""
     for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         if argument.name == name:
             return node.args[i] if i < len(node.args) else node.kwargs.get(name, default)
@@ -160,7 +159,7 @@ def test(low: Lowering, node: Node) -> Operand:
 
 
 def _divides(low: Lowering, dtype: torch.dtype, divisor: Any) -> None:
-    """Raises Unsupported where whole numbers may be divided by 0, which in eager is an error while it runs."""
+    """Raises Unsupported if integers may be divided by 0, which in eager mode is a run-time error."""
     if dtype.is_floating_point or dtype == torch.bool:
         return
     operand = low.operand(divisor)
@@ -197,7 +196,7 @@ def power(low: Lowering, node: Node) -> Operand:
     operand = operand_as(low, base, dtype)
     if not dtype.is_floating_point and isinstance(exponent, int) and exponent < 0:
         raise Unsupported("a negative power of integers")
-    # What PyTorch computes for these: exactly this, not a power.
+    # PyTorch computes these, not a power.
     if exponent == 2:
         return into_result(low, node, "mul", operand, operand)
     if exponent == 1:
@@ -266,7 +265,7 @@ def comparison(low: Lowering, node: Node) -> Operand:
     if dtype == torch.bool:
         dtype = torch.int64
     operands = [operand_as(low, a, dtype) for a in node.args[:2]]
-    # A number is rounded to the type of the tensor that it is held against.
+    # A number is rounded to the type of the tensor that it is compared with.
     left, right = (a.meta["val"] if isinstance(a, Node) else a for a in node.args[:2])
     common = torch.result_type(left, right)  # type: ignore[arg-type]
     if common in (torch.bfloat16, torch.float16):
@@ -317,8 +316,8 @@ def clamp(low: Lowering, node: Node) -> Operand:
     dtype = promoted(node, Promotion.DEFAULT, *given)
     if dtype == torch.bool:
         raise Unsupported("clamp of booleans")
-    # Of two that are equal, a zero and its bound, the second is chosen: the value before a number, and before a tensor
-    # the bound.
+    # Of two equal values, a zero and its bound, the second argument is chosen: the value if the bound is a number, the
+    # bound if it is a tensor.
     by_tensor = "Tensor" in node.target._overloadname  # type: ignore[union-attr]
 
     def bounded(op: str, value: Operand, bound: Any, **result: Any) -> Strided:
@@ -338,7 +337,7 @@ def addcmul(low: Lowering, node: Node) -> Operand:
     if not dtype.is_floating_point:
         raise Unsupported("addcmul of integers")
     base, left, right = (operand_as(low, a, dtype) for a in node.args[:3])
-    # Eager's order, (value * left) * right: the product alone may overflow or vanish where the whole does not.
+    # Eager's order, (value * left) * right: the product alone may overflow or vanish although the whole does not.
     if (value := keyword(node, "value", 1)) != 1:
         left = low.pointwise("mul", left, Literal(float(value), torch.float32, ()))
     return into_result(low, node, "add", base, low.pointwise("mul", left, right))
@@ -363,7 +362,7 @@ def atan2(low: Lowering, node: Node) -> Operand:
 
 @lowers(aten._assert_async.msg)
 def assert_async(low: Lowering, node: Node) -> Operand:
-    """The step ends with an error where the condition does not hold."""
+    """A false condition ends the step with an error."""
     condition = low.stored(low.operand(node.args[0]))
     if condition.dtype != torch.bool or math.prod(condition.shape) != 1:
         raise Unsupported("an assertion about something else than one truth value")

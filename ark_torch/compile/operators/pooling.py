@@ -1,4 +1,4 @@
-"""Pooled embeddings. A table's 2-D form reaches us as offsets too."""
+"""Embedding bags. 2-D indices arrive as offsets, too."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _integers(low: Lowering, argument: Any) -> Strided:
 
 @lowers(aten._embedding_bag_forward_only.default, aten._embedding_bag.default)
 def embedding_bag(low: Lowering, node: Node) -> tuple[Operand | None, ...]:
-    """The pooled rows; what else the operator returns serves gradients alone."""
+    """Returns the pooled rows; the operator's other results are for gradients only."""
     table = low.stored(low.operand(node.args[0]))
     index, offsets = _integers(low, node.args[1]), _integers(low, node.args[2])
     if not table.dtype.is_floating_point or len(table.shape) != 2:

@@ -15,7 +15,7 @@ from ark_torch.compile.operators.pointwise import keyword, operand_as
 
 
 def dimensions(operand: Operand, dims: Any) -> list[int]:
-    """As PyTorch reads `dim`: None and [] are all of them."""
+    """Interprets `dim` as PyTorch does: None and [] mean all dimensions."""
     rank = len(operand.shape)
     if dims is None or dims == []:
         return list(range(rank))
@@ -28,7 +28,7 @@ def reduced_shape(shape: Sequence[int], dims: Sequence[int]) -> list[int]:
 
 
 def reduce_float(low: Lowering, op: str, operand: Operand, dims: Sequence[int]) -> Strided:
-    """Over `dims`, kept with length 1; the result is a fresh float32."""
+    """Reduces over `dims`, kept with length 1, into a new float32 result."""
     listed = dimensions(operand, list(dims))
     out = low.fresh(torch.float32, reduced_shape(operand.shape, listed))
     return reduce(low, op, operand, listed, True, out)
@@ -63,7 +63,7 @@ def extreme(low: Lowering, node: Node) -> Operand:
 
 
 def _turned(low: Lowering, operand: Operand) -> Operand:
-    """In the opposite order, so that the least is the greatest; NaN stays what it is, and no integer overflows."""
+    """Reverses the order, so that the least becomes the greatest; NaN stays NaN, and no integer overflows."""
     if operand.dtype.is_floating_point:
         return low.pointwise("neg", operand)
     return low.pointwise("bitwise_not", operand, dtype=torch.int64)
@@ -109,7 +109,7 @@ def any_or_all(low: Lowering, node: Node) -> Operand:
     operand = low.operand(node.args[0])
     everywhere = "all" in node.target._schema.name  # type: ignore[union-attr]
     if operand.dtype != torch.bool or everywhere:
-        # What `any` looks at: for `all`, whether an element is false.
+        # The condition that `any` tests: for `all`, whether an element is false.
         zero = Literal(0.0, torch.float32, ()) if operand.dtype.is_floating_point else Literal(0, torch.int64, ())
         if operand.dtype == torch.bool:
             operand = low.pointwise("logical_not", operand, dtype=torch.bool)
@@ -139,7 +139,7 @@ def variance(low: Lowering, node: Node) -> tuple[Strided, Strided]:
 
 
 def _without(low: Lowering, kept: Strided, out: Strided) -> Strided:
-    """`kept` has the reduced dimensions with length 1, `out` may lack them."""
+    """`kept` has the reduced dimensions with length 1; `out` may lack them."""
     shape = [n for n in kept.shape if n != 1]
     squeezed = [(n, s) for n, s in zip(out.shape, out.strides, strict=True) if n != 1]
     assert shape == [n for n, _ in squeezed], (kept, out)

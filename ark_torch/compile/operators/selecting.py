@@ -1,4 +1,4 @@
-"""Top-k, sorting, running sums, histograms: what orders or counts rows."""
+"""Top-k, sorting, running sums, histograms: operators that order or count rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ark_torch.compile.lowering import Lowering, contiguous_strides, lowers
 from ark_torch.compile.operators.pointwise import keyword, operand_as
 from ark_torch.compile.operators.reductions import reduce
 
-LONGEST = 1 << 18  # a row's pairs of value and place lie in a worker's scratch memory
+LONGEST = 1 << 18  # a row's pairs of value and position are in a worker's scratch memory
 
 
 def _row(low: Lowering, node: Node, dim: int) -> tuple[Strided, int]:
@@ -38,13 +38,13 @@ def _select(low: Lowering, node: Node, dim: int, largest: bool, stable: bool) ->
 
 @lowers(aten.topk.default)
 def topk(low: Lowering, node: Node) -> tuple[Operand, ...]:
-    """Sorted whether asked for or not."""
+    """Always sorted."""
     return _select(low, node, int(keyword(node, "dim", -1)), bool(keyword(node, "largest", True)), False)
 
 
 @lowers(aten.sort.default, aten.sort.stable)
 def sort(low: Lowering, node: Node) -> tuple[Operand, ...]:
-    """Stable whether asked for or not."""
+    """Always stable."""
     return _select(low, node, int(keyword(node, "dim", -1)), bool(keyword(node, "descending", False)), True)
 
 
@@ -60,7 +60,7 @@ def scan(low: Lowering, node: Node) -> Operand:
 
 @lowers(aten.histc.default)
 def histc(low: Lowering, node: Node) -> Operand:
-    """How many fall between neighbouring edges; what is as large as the last edge belongs to the last bin."""
+    """Counts per bin between adjacent edges; values equal to the last edge belong to the last bin."""
     operand = low.stored(low.operand(node.args[0]))
     bins, least, most = (keyword(node, name, 0) for name in ("bins", "min", "max"))
     if not least < most or operand.dtype != torch.float32:

@@ -1,8 +1,8 @@
-"""Few bits an element between ranks: asked for by a hook or a function, never done by a plain all_reduce.
+"""Collectives that send few bits per element. Only a hook or a function compresses; a plain all_reduce never does.
 
-`State` and `hook` are for DistributedDataParallel's gradients, `fsdp` for fully_shard; `Rule` and `Auto` say how many
-bits a layer gets. `compressed_all_reduce` is a function without state. docs/compression.md has what it costs and when
-not to use it. What trains is loaded when it is asked for: this package is loaded with the first group.
+`State` and `hook` serve DistributedDataParallel's gradients, `fsdp` serves fully_shard; `Rule` and `Auto` set the bits
+of each layer. `compressed_all_reduce` is a stateless function. docs/compression.md describes the cost and when not to
+use it. The training parts are imported on first use, because the first group imports this package.
 """
 
 from __future__ import annotations

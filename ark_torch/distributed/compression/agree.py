@@ -1,6 +1,6 @@
-"""What is settled before gradients are exchanged: that the group is ark's, and that all ranks mean the same.
+"""Checks before gradients are exchanged: the group must be ark's, and all ranks must have the same settings.
 
-Settings travel as JSON text in a tensor. They are compared once a group; a difference is told on all ranks.
+Settings travel as JSON text in a tensor. Ranks compare them once per group; all ranks report a difference.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ log = logging.getLogger("ark_torch")
 
 
 def why_exact(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Why the group's gradients cannot be compressed though it was made as ark's; empty where they can.
+    """Why an ark group's gradients cannot be compressed; "" if they can.
 
-    Raises ValueError for a group that is not ark's, naming its backend.
+    Raises ValueError, naming the backend, if the group is not ark's.
     """
     from ark_torch import _C, env
 
@@ -36,7 +36,7 @@ def why_exact(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def member(group: Any) -> dist.ProcessGroup:
-    """The group, the default one for None. Raises ValueError where there is none, or this rank is not in it."""
+    """The given group; None means the default group. Raises ValueError if it does not exist or lacks this rank."""
     if group is None and not dist.is_initialized():
         raise ValueError('ark: compression needs a process group: call init_process_group("ark") first.')
     group = group or dist.distributed_c10d._get_default_group()
@@ -46,7 +46,7 @@ def member(group: Any) -> dist.ProcessGroup:
 
 
 def gather_text(group: dist.ProcessGroup, text: str, device: torch.device) -> list[str]:
-    """Collective: the texts of all ranks, by rank."""
+    """Collective: the texts of all ranks, in rank order."""
     mine = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size())]
     dist.all_gather(sizes, torch.tensor([mine.numel()], device=device), group=group)
@@ -59,7 +59,7 @@ def gather_text(group: dist.ProcessGroup, text: str, device: torch.device) -> li
 
 
 def compare_settings(group: dist.ProcessGroup, settings: dict[str, Any], device: torch.device) -> None:
-    """Collective: raises ValueError on every rank where settings differ, with both values."""
+    """Collective: if settings differ, raises ValueError on every rank, with both values."""
     told = [json.loads(one) for one in gather_text(group, json.dumps(settings), device)]
     for rank, theirs in enumerate(told):
         for key in settings:

@@ -1,15 +1,12 @@
-"""Bits chosen layer by layer: the least error that a number of bytes can buy.
+"""Chooses bits per layer: the least error within a budget of bytes.
 
-The problem is CGX's (2111.08617, section on adaptive compression), turned round: they look for the fewest bytes at a
-given error, here it is the least error at given bytes. What quantising a layer to some bits loses is modelled from two
-sums over its buckets, measured on the gradients of the first steps and added up over ranks: energy (squares) and spread
-(n * (max - min)^2). A uniform quantiser loses spread / (2^bits - 1)^2 / 12; up to three bits with error feedback, where
-values far out are drawn in (loading.py), a share of the energy. Bits are handed out one by one, each to the layer that
-loses most error for a byte (marginal analysis: Fox 1966; Shoham and Gersho 1988, "Efficient bit allocation for an
-arbitrary set of quantizers"): optimal up to the size of the last layer that did not fit.
-
-CGX adds up absolute errors, which fits SGD. Adam and its kin divide by the gradient's size, so an error counts there
-by its share of the layer's energy, for as many elements as the layer has: `relative=True`, the default.
+This is the dual of CGX's problem (2111.08617, section on adaptive compression), which minimizes bytes at a given error.
+A layer's quantization error is modeled from two sums over its buckets, measured on the first steps' gradients and
+summed over ranks: energy (sum of squares) and spread (n * (max - min)^2). A uniform quantizer loses
+spread / (2^bits - 1)^2 / 12; with up to three bits and error feedback, which clips outliers (loading.py), it loses a
+fixed share of the energy. Each step gives bits to the layer that gains most per byte (marginal analysis: Fox 1966;
+Shoham and Gersho 1988, "Efficient bit allocation for an arbitrary set of quantizers"): optimal up to the size of the
+last layer that did not fit.
 """
 
 from __future__ import annotations
@@ -26,15 +23,16 @@ from ark_torch.distributed.compression.rules import check_bits
 
 @dataclass(frozen=True)
 class Auto:
-    """Bits by measured gradients, for `State(bits=Auto(...))`: layers without a rule of their own get 1 to 8 bits.
+    """Chooses 1 to 8 bits for each layer without a rule, from measured gradients: `State(bits=Auto(...))`.
 
-    budget: bits an element, on average over these layers, that the chosen bits may take (4.0: as many bytes as 4 bits
-        everywhere). The choice never takes more.
-    steps: steps that are measured, with `start` bits everywhere, before bits are chosen.
-    every: steps after which bits are chosen anew, from the newest `steps` steps; None: once.
-    start: bits until then.
-    least: the fewest bits of a layer.
-    relative: errors count by their share of a layer's gradient (Adam and its kin); False: as they are (SGD).
+    Args:
+        budget: upper limit for the average bits per element of these layers (4.0: as many bytes as 4 bits everywhere).
+        steps: number of steps to measure, with `start` bits everywhere, before bits are chosen.
+        every: number of steps between choices, each made from the newest `steps` steps; None: choose once.
+        start: bits until the first choice.
+        least: minimum bits of a layer.
+        relative: whether an error counts by its share of the layer's energy, times the layer's number of elements: Adam
+            and similar optimizers divide by the gradient's magnitude. False: absolute errors, as in CGX (SGD).
     """
 
     budget: float = 4.0
@@ -55,7 +53,7 @@ class Auto:
             raise ValueError(f"ark: Auto.every is {self.every}: it is None, or at least Auto.steps ({self.steps}).")
 
     def measures(self, step: int) -> bool:
-        """Whether gradients of this step (from 0 on) are measured."""
+        """Whether the gradients of this step (counted from 0) are measured."""
         return step < self.steps if self.every is None else step % self.every < self.steps
 
     def chooses(self, step: int) -> bool:
@@ -63,12 +61,12 @@ class Auto:
         return (step if self.every is None else step % self.every) == self.steps - 1
 
 
-# What drawing in loses of a bucket's variance, between normal (0.36, 0.12, 0.04) and Laplace's values (0.5, 0.2, 0.07).
+# Share of a bucket's variance lost to clipping, between normal (0.36, 0.12, 0.04) and Laplace values (0.5, 0.2, 0.07).
 DRAWN_IN = {1: 0.43, 2: 0.155, 3: 0.055}
 
 
 def sums_of(gradient: Tensor, bucket: int) -> Tensor:
-    """Energy and spread of a gradient, float64 `[2]` on its device."""
+    """A gradient's energy and spread, float64 `[2]` on its device."""
     flat = gradient.detach().reshape(-1).float()
     whole = flat.numel() // bucket * bucket
     sums = torch.zeros(2, dtype=torch.float64, device=flat.device)
@@ -81,7 +79,7 @@ def sums_of(gradient: Tensor, bucket: int) -> Tensor:
 
 
 def errors_of(energy: float, spread: float, numel: int, feedback: bool, relative: bool) -> list[float]:
-    """What a layer loses with 1 to 8 bits."""
+    """A layer's error with 1 to 8 bits."""
     scale = numel / energy if relative and energy > 0 else 1.0
     return [
         scale * (DRAWN_IN[bits] * energy if feedback and bits in DRAWN_IN else spread / ((1 << bits) - 1) ** 2 / 12)
@@ -90,16 +88,16 @@ def errors_of(energy: float, spread: float, numel: int, feedback: bool, relative
 
 
 def allocate(errors: Sequence[Sequence[float]], numels: Sequence[int], budget: float, least: int = 2) -> list[int]:
-    """Bits of each layer, `least` to 8, that minimise the summed error within `budget` * sum(numels) bits.
+    """Each layer's bits, `least` to 8, that minimize the total error within `budget` * sum(numels) bits.
 
-    `errors`: of each layer, with 1 to 8 bits. Ties go to the layer that stands first, so that ranks with the same
-    numbers choose the same bits.
+    `errors` holds each layer's error with 1 to 8 bits. Ties go to the first layer, so that ranks with the same numbers
+    choose the same bits.
     """
     bits = [least] * len(numels)
     left = int(budget * sum(numels)) - least * sum(numels)
 
     def best(layer: int) -> tuple[float, int, int]:
-        """The step up that gains most for a bit, which may be of several bits."""
+        """The increase that gains most per bit; it may add several bits."""
         now = bits[layer]
         steps = ((errors[layer][now - 1] - errors[layer][to - 1], to) for to in range(now + 1, 9))
         gain, to = max(((gain / ((to - now) * max(1, numels[layer])), to) for gain, to in steps), default=(0.0, 8))

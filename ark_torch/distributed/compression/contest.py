@@ -1,7 +1,7 @@
-"""when="faster": each bucket's first calls are timed both ways, and ranks agree on the way that it goes from then on.
+"""when="faster": times each bucket's first calls both ways; the ranks then agree on the faster way for that bucket.
 
-A call that is timed sends both ways, so that both see the same bytes at the same moment; its result is the compressed
-one. What counts is the slowest rank's best time.
+A timed call sends both ways, so that both see the same data at the same moment, and returns the compressed result. The
+slowest rank's best time decides.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 T = TypeVar("T")
-CALLS = 5  # the first one, which allocates, does not count
+CALLS = 5  # the first call allocates and does not count
 
 
 class Contest:
-    """Verdicts by bucket."""
+    """The verdict of each bucket."""
 
     def __init__(self) -> None:
         self._times: dict[tuple[int, ...], list[tuple[float, float]]] = {}
         self._verdicts: dict[tuple[int, ...], bool] = {}
 
     def verdict(self, key: tuple[int, ...]) -> bool | None:
-        """Whether compressed is faster; None while that is measured."""
+        """Whether compression is faster; None while measuring."""
         return self._verdicts.get(key)
 
     def measure(
         self, key: tuple[int, ...], compressed: Callable[[], Tensor], exact: Callable[[], object], tensor: Tensor,
         group: dist.ProcessGroup,
     ) -> tuple[Tensor, tuple[float, float] | None]:  # fmt: skip
-        """Collective: the compressed result; with the last call the times (compressed, exact) in seconds, too."""
+        """Collective: the compressed result, and on the last call also the times (compressed, exact) in seconds."""
         result, shorter = _timed(compressed, tensor, group)
         _, longer = _timed(exact, tensor, group)
         times = self._times.setdefault(key, [])
@@ -48,7 +48,7 @@ class Contest:
 
 
 def _timed(run: Callable[[], T], tensor: Tensor, group: dist.ProcessGroup) -> tuple[T, float]:
-    """From when all ranks are there until this one has the result."""
+    """Result and seconds, from the arrival of all ranks until this rank has the result."""
     dist.all_reduce(torch.zeros(1, device=tensor.device), group=group)
     _settle(tensor)
     started = time.perf_counter()

@@ -1,10 +1,10 @@
-"""The hook for DistributedDataParallel: a bucket of gradients to the future of their mean.
+"""The hook for DistributedDataParallel: takes a bucket of gradients, returns the future of their mean.
 
-No annotations by text here: register_comm_hook compares the hook's with its own types.
+On the CPU the exchange is complete when the hook returns, so that buckets go in the same order on all ranks; fully
+exact buckets use an asynchronous all_reduce. On a CUDA device exchanges run on their own stream, parallel to the
+backward pass, and the future holds their event.
 
-On the CPU the exchange is done when the hook returns, so that buckets go in the same order on all ranks; buckets that
-are exact as a whole go as an asynchronous all_reduce. On a CUDA device exchanges go to a stream of their own, beside
-the backward pass, and the future carries their event.
+This file does not postpone annotations: register_comm_hook compares the hook's annotations with its own types.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ _streams: dict[int, Any] = {}
 
 
 def hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook for DistributedDataParallel that averages gradients with few bits an element.
+    """Communication hook for DistributedDataParallel that averages gradients with few bits per element.
 
     Register it before the first backward pass:
 
@@ -30,21 +30,21 @@ def hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Te
         >>> state = compression.State(bits=4, module=ddp)
         >>> ddp.register_comm_hook(state, compression.hook)
 
-    float32, bfloat16 and float16 gradients are compressed, others exact; sparse ones go as index and value. Layers that
-    are frozen are in no bucket, and those whose gradients are all zero everywhere send nothing (State.skip_zeros). All
-    ranks get the same bits. A NaN or Inf arrives as NaN or Inf and is told once, with the layer's name.
+    float32, bfloat16 and float16 gradients are compressed, others are exact; sparse ones travel as index and value.
+    Frozen layers are in no bucket, and layers whose gradients are zero on all ranks send nothing (State.skip_zeros).
+    All ranks get the same bits. A NaN or Inf arrives as NaN or Inf and is logged once, with the layer's name.
 
     Args:
-        state: the State; one for each DistributedDataParallel.
-        bucket: what DDP hands over.
+        state: the State; one per DistributedDataParallel.
+        bucket: DDP's bucket.
 
     Returns:
         The future of the bucket's mean over the ranks of the state's group.
 
     Raises (out of `backward()`):
-        ValueError: the group is not ark's, ranks have different settings (on all ranks, with both values), or a
-            parameter is not of the state's module.
-        torch.distributed.DistBackendError: what ended the group.
+        ValueError: the group is not ark's, ranks have different settings (raised on all ranks, with both values), or a
+            parameter is not in the state's module.
+        torch.distributed.DistBackendError: the error that ended the group.
     """
     tensor = bucket.buffer()
     layers = [state.layers.of(parameter) for parameter in bucket.parameters()]
@@ -116,7 +116,7 @@ def _reduce(state: State, tensor: Tensor, layers: Sequence[Layer], compresses: b
 
 
 class _Load:
-    """The layers of a bucket that travel, in one piece: the bucket itself where all do."""
+    """The layers of a bucket that travel, in one tensor: the bucket itself if all do."""
 
     def __init__(self, tensor: Tensor, layers: Sequence[Layer], travelling: Sequence[bool] | None = None) -> None:
         self.tensor, self.whole = tensor, travelling is None
@@ -130,7 +130,8 @@ class _Load:
         return result.split_with_sizes([layer.numel for layer in self.layers])
 
     def unpack(self, result: Tensor) -> Tensor:
-        """What DDP is given: the result itself, which it copies to gradients; or the bucket, with the result in it."""
+        """The tensor for DDP: the result itself, which DDP copies to the gradients, or the bucket with the result
+        filled in."""
         if self.whole:
             return result
         for piece, mean in zip(self.pieces, self.split(result), strict=True):
@@ -139,7 +140,7 @@ class _Load:
 
 
 def _exact(state: State, load: _Load) -> torch.futures.Future[torch.Tensor]:
-    """An asynchronous all_reduce. What compression has lost before goes with it."""
+    """An asynchronous all_reduce, which includes the error that earlier compression left."""
     kept = [layer for layer in load.layers if layer.residual is not None]
     for layer, piece in zip(load.layers, load.split(load.data), strict=True):
         if layer.residual is not None:
@@ -153,7 +154,7 @@ def _exact(state: State, load: _Load) -> torch.futures.Future[torch.Tensor]:
 
 
 def _contested(state: State, key: tuple[int, ...], compressed: Callable[[], Tensor], load: _Load) -> Tensor:
-    """One of the calls that are timed; the verdict behind the last one is told where it is the first loss."""
+    """One of the timed calls. After the last one, the first verdict against compression is logged."""
     copy = load.data.clone()
 
     def exact() -> None:

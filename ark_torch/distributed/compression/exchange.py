@@ -1,4 +1,4 @@
-"""One call of a compressed collective: segments from layers, residuals, and bytes counted."""
+"""One call of a compressed collective: builds segments from layers, applies residuals, counts bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ark_torch.distributed.compression.state import State
 
 @dataclass
 class Segments:
-    """Layers as the operators take them. Neighbours that are exact are one segment; empty ones are none."""
+    """Layers in the operators' form. Adjacent exact layers form one segment; empty layers are dropped."""
 
     numel: list[int]
     bits: list[int]
@@ -29,13 +29,14 @@ class Segments:
         return not any(self.bits)
 
     def bytes_of(self, item: int) -> int:
-        """What they take on their way: codes and scales, or the elements themselves (`item` bytes each)."""
+        """Bytes sent: codes and scales, or the elements themselves (`item` bytes each)."""
         each = zip(self.numel, self.bits, self.bucket, strict=True)
         return sum(_coded_bytes(numel, bits, bucket) if bits else numel * item for numel, bits, bucket in each)
 
 
 def segments_of(widths: Sequence[tuple[int, int]], numels: Sequence[int], bucket: int) -> Segments:
-    """`widths`: bits and bucket of each layer; `bucket`: what exact segments say, since the operators want one."""
+    """`widths`: bits and bucket of each layer; `bucket`: the value for exact segments, since the operators require
+    one."""
     segments = Segments([], [], [])
     for (bits, of_layer), numel in zip(widths, numels, strict=True):
         if numel == 0:
@@ -50,7 +51,7 @@ def segments_of(widths: Sequence[tuple[int, int]], numels: Sequence[int], bucket
 
 
 def all_reduce(state: State, data: Tensor, layers: Sequence[Layer], segments: Segments) -> Tensor:
-    """The mean over ranks of `data`, [sum of segments]; takes and renews the layers' residuals."""
+    """The mean over ranks of `data`, [sum of segments]. Reads and updates the layers' residuals."""
     group = state.group
     count(state, segments, data.element_size(), _all_reduce_times(state))
     seed = state.next_seed()
@@ -91,7 +92,7 @@ def _with_feedback(
     rows: int,
     run: Callable[[Tensor, Tensor | None], Tensor],
 ) -> Tensor:
-    """`run(data, residual)` with the layers' residuals; `rows`: how often the layers stand in `data`."""
+    """`run(data, residual)` with the layers' residuals; `data` holds `rows` copies of the layers' layout."""
     if not state.error_feedback:
         return run(data, None)
     residual = state.layers.residual(layers, numels, rows, data.device)
@@ -102,7 +103,7 @@ def _with_feedback(
 
 
 def all_gather(state: State, data: Tensor, segments: Segments, group: dist.ProcessGroup) -> Tensor:
-    """What all ranks hold, [world * sum of segments]. Rounds to nearest: the same at each gathering."""
+    """All ranks' data, [world * sum of segments]. Rounds to nearest, so that every gathering gives the same result."""
     count(state, segments, data.element_size(), group.size() - 1)
     result: Tensor = torch.ops.ark.compressed_all_gather(
         data, segments.numel, segments.bits, segments.bucket, state.format, "nearest", 0, group.group_name
@@ -111,23 +112,23 @@ def all_gather(state: State, data: Tensor, segments: Segments, group: dist.Proce
 
 
 def count(state: State, segments: Segments, item: int, times: float) -> None:
-    """Adds what this rank sends; `times`: how often an element leaves it."""
+    """Counts the bytes that this rank sends; `times`: how often each element leaves it."""
     state.bytes_sent += round(segments.bytes_of(item) * times)
     state.bytes_exact += round(sum(segments.numel) * item * times)
 
 
 def count_exact(state: State, data: Tensor, times: float | None = None) -> None:
-    """Adds an exact exchange of `data`: an all-reduce, or where each element leaves this rank `times` times."""
+    """Counts an exact exchange of `data`: `times` sends per element; None: those of an all-reduce."""
     times = _all_reduce_times(state) if times is None else times
     count(state, Segments([data.numel()], [0], [state.bucket]), data.element_size(), times)
 
 
 def count_left_out(state: State, data: Tensor, layers: Sequence[Layer], travelling: Sequence[bool]) -> None:
-    """Adds what an exact all-reduce would have sent for the layers that do not travel."""
+    """Counts what an exact all-reduce would have sent for the layers that do not travel."""
     numel = sum(layer.numel for layer, travels in zip(layers, travelling, strict=True) if not travels)
     state.bytes_exact += round(numel * data.element_size() * _all_reduce_times(state))
 
 
 def _all_reduce_times(state: State) -> float:
-    """Each rank sends the others their parts, and its own sum to them."""
+    """Each rank sends the others their parts and then its own sum."""
     return 2 * (state.group.size() - 1) / state.group.size()

@@ -1,8 +1,8 @@
-"""Compression for fully_shard (FSDP2): parameters gathered in 8 bits, gradients scattered in 4 with error feedback.
+"""Compression for fully_shard (FSDP2): gathers parameters in 8 bits, scatters gradients in 4 with error feedback.
 
-The way of QSDP (Markov et al., 2302.02390). FSDP hands a group of parameters over as one flat tensor; which parameter
-lies where is read from FSDP's own list, so that rules and exact layers hold here too. Between machines and inside them
-alike: the exchange is that of the shard group; what HSDP reduces between replicas is exact.
+The scheme is QSDP's (Markov et al., 2302.02390). FSDP passes a group of parameters as one flat tensor; the position of
+each parameter comes from FSDP's own list, so that rules and exact layers apply here too. Compression covers the shard
+group's exchange, inside a machine and between machines; HSDP's reduction between replicas is exact.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from ark_torch.distributed.compression.state import COMPRESSED_DTYPES, State
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-except ImportError:  # said by fsdp()
+except ImportError:  # fsdp() reports it
     AllGather = ReduceScatter = object  # type: ignore[assignment,misc]
 
 
 def fsdp(module: nn.Module, state: State | None = None, *, parameters: int | None = 8) -> State:
-    """Compresses what fully_shard exchanges for `module` and the FSDP modules below it. All ranks call it.
+    """Compresses the exchanges of fully_shard for `module` and the FSDP modules below it. All ranks call it.
 
-    Call it behind the last fully_shard and before the first forward pass. Master weights stay exact: forward and
-    backward see parameters as they are gathered, the same bits on all ranks and in both passes.
+    Call it after the last fully_shard and before the first forward pass. Master weights stay exact. Forward and
+    backward see the gathered, quantized parameters: the same bits on all ranks and in both passes.
 
     Args:
-        module: a module, itself or below it fully_shard's.
-        state: bits, bucket, rules and error feedback of gradients; None: State(bits=4). `bits` is a number, and `when`
-            "always". Error feedback keeps a float32 for every element of the *unsharded* gradients on each rank: leave
-            it out (error_feedback=False) where sharding is for want of memory.
-        parameters: bits of gathered parameters, 1 to 8; layers that are exact in the state are exact here, too.
-            None: exact.
+        module: a module to which, or below which, fully_shard was applied.
+        state: bits, bucket, rules and error feedback of gradients; None: State(bits=4). `bits` must be a number, and
+            `when` must be "always". Error feedback keeps a float32 for every element of the *unsharded* gradients on
+            each rank: disable it (error_feedback=False) if you shard to save memory.
+        parameters: bits of gathered parameters, 1 to 8; layers that are exact in the state are exact here, too. None:
+            exact.
 
     Returns:
-        The state: its `bytes_sent` counts parameters and gradients; save its `state_dict()` with a checkpoint.
+        The state. Its `bytes_sent` counts parameters and gradients; save its `state_dict()` with a checkpoint.
 
     Raises:
-        TypeError: `module` holds no FSDP module, or an argument will not do.
-        ValueError: an argument will not do; a shard group is not ark's (out of the first forward pass).
+        TypeError: `module` contains no FSDP module, or an argument has the wrong type.
+        ValueError: an argument is out of range, or a shard group is not ark's (raised by the first forward pass).
         RuntimeError: this PyTorch has no set_custom_all_gather.
 
     Example:
@@ -95,7 +95,7 @@ def _parameter_groups(module: FSDPModule) -> list[Any]:
 
 
 class _Flat:
-    """Which parameter lies where in the flat tensors of one FSDP module."""
+    """The position of each parameter in the flat tensors of one FSDP module."""
 
     def __init__(self, state: State, group: Any, names: dict[tuple[int, str], str]) -> None:
         self.state, self._group, self._names = state, group, names
@@ -108,7 +108,7 @@ class _Flat:
         return layer
 
     def gathered(self, numel: int) -> tuple[list[Layer], list[int]] | None:
-        """Layers and elements of an all-gather's input; None where it is laid out in another way (extensions)."""
+        """Layers and element counts of an all-gather's input; None for another layout (extensions)."""
         parameters = self._group.fsdp_params
         sharded = [getattr(one, "_sharded_post_forward_param_data", None) for one in parameters]
         for data in ([one._sharded_param_data for one in parameters], sharded):
@@ -118,7 +118,7 @@ class _Flat:
         return None
 
     def scattered(self, numel: int, world: int) -> tuple[list[Layer], list[int]] | None:
-        """Layers and elements of a rank's share of gradients; None where only some parameters have one."""
+        """Layers and element counts of a rank's share of gradients; None if only some parameters have a gradient."""
         parameters = [one for one in self._group.fsdp_params if one.sharded_param.requires_grad]
         numels = [one.padded_sharded_param_size.numel() for one in parameters]
         if sum(numels) * world != numel:
@@ -127,7 +127,7 @@ class _Flat:
 
 
 class _AllGather(AllGather):
-    """Parameters. `exact`: what FSDP had before, which also allocates."""
+    """Gathers parameters. `exact` is FSDP's original object, which also allocates."""
 
     def __init__(self, flat: _Flat, exact: Any, bits: int) -> None:
         self._flat, self._exact, self._bits = flat, exact, bits
@@ -154,7 +154,7 @@ class _AllGather(AllGather):
 
 
 class _ReduceScatter(ReduceScatter):
-    """Gradients. `exact`: what FSDP had before, which also allocates."""
+    """Scatters gradients. `exact` is FSDP's original object, which also allocates."""
 
     def __init__(self, flat: _Flat, exact: Any) -> None:
         self._flat, self._exact = flat, exact

@@ -1,7 +1,7 @@
-"""An all-reduce of few bits as a function, and the fake kernels of the compressed operators.
+"""A compressed all-reduce as a function, and the fake kernels of the compressed operators.
 
-The operators are C++ (csrc/ops/compressed.hpp). What trains keeps a residual and rounds by chance, which is a hook's;
-a function without state rounds to the nearest code: activations of tensor parallelism in inference.
+The operators are C++ (csrc/ops/compressed.hpp). Training needs a residual and stochastic rounding, which hooks provide;
+a stateless function rounds to the nearest code, for activations of tensor-parallel inference.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ def compressed_all_reduce(
     op: Any = dist.ReduceOp.SUM,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """The sum or average of all ranks' tensors, quantised twice on its way: about bits / 16 of bfloat16's bytes.
+    """The sum or average of all ranks' tensors, quantized twice on the way: about bits / 16 of bfloat16's bytes.
 
-    Every rank quantises the tensor bucket by bucket, each bucket's owner adds what the ranks have sent in float32 in
-    rank order and quantises the sum. All ranks get the same bits. Of each of the two roundings an element's error is at
-    most half a step: with "uniform", (largest - smallest of its bucket) / (2**bits - 1) / 2. A NaN or an infinity makes
-    its whole bucket NaN; nothing is clipped. A group of one rank returns the tensor as it is, copied.
+    Every rank quantizes the tensor bucket by bucket. Each bucket's owner adds the ranks' values in float32 in rank
+    order and quantizes the sum. All ranks get the same bits. Each of the two roundings has an error of at most half a
+    step per element: with "uniform", (largest - smallest of its bucket) / (2**bits - 1) / 2. A NaN or an infinity makes
+    its whole bucket NaN; nothing is clipped. A group of one rank returns a copy of the tensor.
 
-    For inference. It has no gradient and keeps no residual: gradients want a hook with error feedback. A plain
-    `all_reduce` of the same group stays exact. Collective: all ranks call it, in the same order. CUDA graphs may
-    capture it once ranks have compared its settings, in a call before.
+    For inference: the function has no gradient and keeps no residual; gradients need a hook with error feedback. A
+    plain `all_reduce` of the same group stays exact. Collective: all ranks call it, in the same order. A CUDA graph can
+    capture it only after an earlier call, in which the ranks compare its settings.
 
     Args:
         tensor: any shape and strides, the same shape on all ranks; float32, bfloat16 or float16, on the CPU or a CUDA
-            device. It is left as it is.
-        bits: of a code, 1 to 8.
-        bucket: elements that share a scale: a multiple of 32 from 128 to 4096. Smaller is more exact, and adds 8 bytes
-            a bucket.
+            device. It is not modified.
+        bits: bits per code, 1 to 8.
+        bucket: number of elements that share a scale: a multiple of 32 from 128 to 4096. A smaller bucket is more exact
+            and costs 8 bytes each.
         format: "uniform": codes are steps from the bucket's smallest element to its largest. "fp8": float8_e4m3fn times
-            the bucket's scale, for values of very different size; bits must be 8.
+            the bucket's scale, for values of very different magnitude; bits must be 8.
         op: `torch.distributed.ReduceOp.SUM` or `AVG`.
         group: a group of the backend "ark"; None: the default group.
 
     Returns:
-        A contiguous tensor of the shape, dtype and device of `tensor`.
+        A contiguous tensor with the shape, dtype and device of `tensor`.
 
     Raises:
-        ValueError, TypeError: an argument will not do, the tensor requires grad, or the group is not ark's.
+        ValueError, TypeError: an argument is invalid, the tensor requires grad, or the group is not ark's.
         torch.distributed.DistBackendError: ranks differ in shape, dtype or settings (found at the first such call), or
-            what ended the group.
+            the group has failed.
 
     Example:
         >>> hidden = ark_torch.distributed.compressed_all_reduce(partial, bits=8, group=group)
     """
-    # By identity first: Dynamo of PyTorch 2.11 neither compares nor hashes a ReduceOp.
+    # By identity first: Dynamo of PyTorch 2.11 can neither compare nor hash a ReduceOp.
     name = next((name for known, name in _OPS if op is known), None)
     name = name or next((name for known, name in _OPS if op == known), None)
     if name is None:
@@ -70,7 +70,7 @@ def compressed_all_reduce(
             "ark: compressed_all_reduce: tensor requires grad, and the operation has no gradient. Call it under "
             "torch.no_grad(), or compress gradients with a hook."
         )
-    # Not at the top: this module is loaded with the first group.
+    # Imported here because the first group imports this module.
     from torch.distributed._functional_collectives import _resolve_group_name
 
     flat = tensor.contiguous().flatten()

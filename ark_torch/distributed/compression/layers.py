@@ -1,9 +1,9 @@
-"""The layers that a state knows, and what their quantisation has lost so far (error feedback).
+"""The layers known to a state, and their quantization error so far (error feedback).
 
-A layer is a parameter: its name, its rule, and its residual in float32. Residuals belong to layers, not to DDP's
-buckets: when buckets are rebuilt or layers are left out, residuals move. The operators want them in one piece for
-all layers of a call, so they lie in one tensor for as long as the same layers travel together; a layer's residual is a
-view of it, [rows, n]: one row for an all-reduce, one for each rank's share in a reduce-scatter.
+A layer is a parameter: its name, its rule and its float32 residual. Residuals belong to layers, not to DDP's buckets:
+they move when buckets are rebuilt or layers are left out. The operators need the residuals of a call in one piece, so
+one tensor holds them while the same layers travel together. A layer's residual is a view of it, [rows, n]: one row for
+an all-reduce, one per rank's share for a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ class Layer:
         self.shape = list(shape)
         self.numel = torch.Size(shape).numel()
         self.rule = rule  # None: the state's bits and bucket
-        self.chosen: int | None = None  # bits, by Auto
+        self.chosen: int | None = None  # bits chosen by Auto
         self.residual: Tensor | None = None
-        self.movable = True  # whether elements stand in the same order whatever the number of ranks
-        self.sums: Tensor | None = None  # what Auto has measured
+        self.movable = True  # whether the order of elements is independent of the number of ranks
+        self.sums: Tensor | None = None  # Auto's measurements
 
     def __repr__(self) -> str:
         return f"Layer({self.name}, {self.shape})"
 
 
 class Layers:
-    """Parameters as they are first seen, by identity; named by the module where there is one.
+    """Parameters by identity, in the order first seen; named by the module if there is one.
 
-    Without a module the n-th parameter that is seen is "#n": DDP hands buckets over in the same order in every run of
-    the same model, so these names hold from one run to the next.
+    Without a module, the n-th parameter seen is "#n": DDP passes buckets in the same order in every run of the same
+    model, so these names are stable between runs.
     """
 
     def __init__(self, module: nn.Module | None, rules: Mapping[str, Rule], exact_below: int) -> None:
         self._rules, self._exact_below = rules, exact_below
         self._names = {id(p): name for name, p in module.named_parameters()} if module is not None else None
-        self._module = module  # kept, so that ids stay its parameters'
+        self._module = module  # kept alive, so that its parameters' ids stay valid
         self._seen: dict[Any, tuple[Any, Layer]] = {}
-        # Of a checkpoint, for layers that have not been seen yet.
+        # From a checkpoint, for layers not seen yet.
         self._waiting: dict[str, Tensor] = {}
         self._bits: dict[str, int] = {}
-        self._moved = False  # from another number of ranks
+        self._moved = False  # whether they come from another number of ranks
         self._flat: dict[tuple[int, ...], Tensor] = {}  # by the ids of the layers whose residuals it holds
 
     def __iter__(self) -> Any:
         return iter([layer for _, layer in self._seen.values()])
 
     def of(self, parameter: Tensor) -> Layer:
-        """The layer of a parameter. Raises ValueError where the state's module does not have it."""
+        """The layer of a parameter. Raises ValueError if the state's module does not contain it."""
         if id(parameter) in self._seen:
             return self._seen[id(parameter)][1]
         name = f"#{len(self._seen)}"
@@ -71,7 +71,7 @@ class Layers:
         return self.named(id(parameter), name, parameter.shape, parameter)
 
     def named(self, key: Any, name: str, shape: Sequence[int], keep: Any = None) -> Layer:
-        """The layer of `key`, made where there is none; `keep` lives as long as it."""
+        """The layer of `key`, created if missing; `keep` is kept alive as long as the layer."""
         if key not in self._seen:
             numel = torch.Size(shape).numel()
             layer = Layer(name, shape, rule_for(name, len(shape), numel, self._rules, self._exact_below))
@@ -80,7 +80,7 @@ class Layers:
         return self._seen[key][1]
 
     def residual(self, layers: Sequence[Layer], numels: Sequence[int], rows: int, device: torch.device) -> Tensor:
-        """The residuals of these layers in one piece, [rows * sum(numels)], float32: row by row, layer by layer."""
+        """The residuals of these layers as one tensor, [rows * sum(numels)], float32: row by row, layer by layer."""
         key = tuple(map(id, layers))
         flat = self._flat.get(key)
         if flat is not None and flat.numel() == rows * sum(numels):
@@ -91,7 +91,7 @@ class Layers:
             before = layer.residual if layer.residual is not None else self._restored(layer)
             if before is not None:
                 lost = torch.zeros(view.numel(), device=device)
-                kept = min(view.numel(), before.numel())  # FSDP pads; another number of ranks pads otherwise
+                kept = min(view.numel(), before.numel())  # FSDP's padding depends on the number of ranks
                 lost[:kept] = before.reshape(-1)[:kept].to(device)
                 view.copy_(lost.view_as(view))
             layer.residual = view
@@ -101,7 +101,7 @@ class Layers:
         return flat
 
     def forget(self, layers: Sequence[Layer]) -> None:
-        """Gives the residuals' memory back."""
+        """Frees the memory of these layers' residuals."""
         gone = set(map(id, layers))
         self._flat = {key: flat for key, flat in self._flat.items() if not gone & set(key)}
         for layer in layers:
@@ -116,7 +116,7 @@ class Layers:
         return saved
 
     def load(self, residuals: Mapping[str, Tensor], bits: Mapping[str, int], moved: bool) -> None:
-        """Residuals and chosen bits by name; what layers held before is forgotten."""
+        """Loads residuals and chosen bits by name; drops the layers' old ones."""
         self.forget(list(self))
         self._waiting = {name: one.detach().to("cpu", torch.float32, copy=True) for name, one in residuals.items()}
         self._bits, self._moved = dict(bits), moved
@@ -132,14 +132,15 @@ class Layers:
 
 
 def redistribute(states: Sequence[Mapping[str, Tensor]], rank: int, world: int) -> dict[str, Tensor]:
-    """Residuals of len(states) ranks for another number of ranks: summed, each element held by one rank, its owner.
+    """Converts residuals of len(states) ranks to another number of ranks: sums them, and gives each element to one
+    rank.
 
-    An average over `world` ranks weighs each rank's residual by 1 / world: sums are scaled, so that what the next steps
-    add to the mean is what the old ranks would have added.
+    An average over `world` ranks weights each rank's residual by 1 / world. The sums are scaled accordingly, so that
+    the next steps add to the mean what the old ranks would have added.
     """
     result = {}
     for name in sorted({name for state in states for name in state}):
-        found = [state[name].double() for state in states if name in state]  # what is all zero was not saved
+        found = [state[name].double() for state in states if name in state]  # all-zero residuals were not saved
         total = torch.stack(found).sum(0) * (world / len(states))
         first, last = (total.numel() * part // world for part in (rank, rank + 1))
         mine = torch.zeros_like(total, dtype=torch.float32)

@@ -1,11 +1,11 @@
-"""Values far out are drawn in before few bits are given to a bucket; error feedback keeps what that takes away.
+"""Clips a bucket's outliers before few-bit quantization; error feedback keeps what the clipping removes.
 
-Error feedback needs a quantiser whose error is smaller than what it quantises. From a bucket's least to its greatest
-value there are 2^bits levels: with one to three bits, and a few values far out, most elements are nearer to zero than
-to any level, the error exceeds the gradient, and residuals grow from step to step. Levels that span a few standard
-deviations have the least error (Max 1960): ends of 0.8, 1.49 and 2.05 deviations from the mean for normal values and
-0.71, 1.63 and 2.56 for Laplace's; gradients lie between. With one bit the two levels are the means of 1-bit SGD (Seide
-2014) for a normal bucket.
+Error feedback needs a quantizer whose error is smaller than its input. The 2^bits levels span a bucket's minimum to its
+maximum: with one to three bits and a few outliers, most elements are nearer to zero than to any level, the error
+exceeds the gradient, and residuals grow from step to step. Levels that span a few standard deviations have the least
+error (Max 1960): ends at 0.8, 1.49 and 2.05 deviations from the mean for normal values, and at 0.71, 1.63 and 2.56 for
+Laplace values; gradients are in between. With one bit, the two levels are the means of 1-bit SGD (Seide 2014) for a
+normal bucket.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def loaded(
     widths: Sequence[tuple[int, int]],
     run: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """`run(input)` with data + residual drawn in where bits are few; what is left out goes back to the residual.
+    """`run(input)` with data + residual, clipped where bits are few; the clipped part returns to the residual.
 
     Args:
-        data: `[rows * sum(numels)]`: what is to be quantised.
-        residual: float32, of data's shape; `run` takes and renews it.
-        rows: how often the layers stand behind one another.
-        numels: elements of each layer in a row.
+        data: `[rows * sum(numels)]`, to be quantized.
+        residual: float32, of data's shape; `run` reads and updates it.
+        rows: number of repetitions of the layers' layout in `data`.
+        numels: number of elements of each layer in a row.
         widths: bits and bucket of each layer.
         run: the exchange.
     """
@@ -47,13 +47,13 @@ def loaded(
                 to.copy_(layer)
     residual.zero_()
     result = run(drawn)
-    # A bucket with a NaN arrives as NaN and leaves nothing behind.
+    # A bucket with a NaN arrives as NaN and leaves no residual.
     residual.add_(full).sub_(drawn).nan_to_num_(0.0, 0.0, 0.0)
     return result
 
 
 def _draw_in(layer: Tensor, to: Tensor, bucket: int, ends: float) -> None:
-    """`[n]`, bucket by bucket, to within `ends` deviations of the bucket's mean."""
+    """Clips `[n]` bucket by bucket to within `ends` deviations of the bucket's mean."""
     whole = len(layer) // bucket * bucket
     for part, width in ((slice(0, whole), bucket), (slice(whole, None), len(layer) - whole)):
         if width and len(layer[part]):

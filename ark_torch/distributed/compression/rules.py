@@ -1,7 +1,7 @@
-"""Which layer travels how: bits and bucket of each parameter's gradient, by name or pattern.
+"""How each layer travels: bits and bucket of each parameter's gradient, by name or pattern.
 
-A rule that names a layer wins over the defaults: layers of one dimension (norms, biases) and small ones are exact,
-since they are few bytes and each element counts; all others have the state's bits and bucket.
+A rule that matches a layer overrides the defaults: one-dimensional layers (norms, biases) and small ones are exact,
+since they are few bytes and each element counts; all others use the state's bits and bucket.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ ROUNDINGS = ("nearest", "stochastic")
 class Rule:
     """How a layer's gradient travels.
 
-    bits: 1 to 8 bits an element; 0: exact.
-    bucket: elements that share a scale, a multiple of 32 from 128 to 4096; None: the state's.
+    Args:
+        bits: 1 to 8 bits per element; 0: exact.
+        bucket: number of elements that share a scale, a multiple of 32 from 128 to 4096; None: the state's.
     """
 
     bits: int
@@ -33,7 +34,7 @@ Rules = Mapping[str, "int | str | Rule"]
 
 
 def check_bits(what: str, bits: Any, format: str = "uniform") -> int:
-    """`bits` when it will do; `what` is the argument's name. Raises TypeError or ValueError."""
+    """Returns valid `bits`; `what` is the argument's name. Raises TypeError or ValueError."""
     if isinstance(bits, bool) or not isinstance(bits, int):
         raise TypeError(f"ark: {what} is {bits!r}: it is a whole number from 1 to 8.")
     if not 1 <= bits <= 8:
@@ -44,7 +45,7 @@ def check_bits(what: str, bits: Any, format: str = "uniform") -> int:
 
 
 def check_bucket(what: str, bucket: Any) -> int:
-    """`bucket` when it will do. Raises TypeError or ValueError."""
+    """Returns a valid `bucket`. Raises TypeError or ValueError."""
     if isinstance(bucket, bool) or not isinstance(bucket, int):
         raise TypeError(f"ark: {what} is {bucket!r}: it is a multiple of 32 from 128 to 4096.")
     if bucket % 32 or not 128 <= bucket <= 4096:
@@ -53,14 +54,14 @@ def check_bucket(what: str, bucket: Any) -> int:
 
 
 def check_choice(what: str, value: Any, choices: Sequence[str]) -> str:
-    """`value` when it is one of `choices`. Raises ValueError."""
+    """Returns `value` if it is one of `choices`. Raises ValueError."""
     if value not in choices:
         raise ValueError(f"ark: {what} is {value!r}: it is {' or '.join(map(repr, choices))}.")
     return str(value)
 
 
 def parse(rules: Rules | None, format: str) -> dict[str, Rule]:
-    """Rules as the user writes them ({"head.*": 8, "embedding.weight": "exact", "*.up.*": Rule(2, 256)}), checked."""
+    """Parses and checks the user's rules ({"head.*": 8, "embedding.weight": "exact", "*.up.*": Rule(2, 256)})."""
     if rules is None:
         return {}
     if not isinstance(rules, Mapping):
@@ -82,7 +83,7 @@ def parse(rules: Rules | None, format: str) -> dict[str, Rule]:
 
 
 def check_patterns(rules: Mapping[str, Rule], names: Sequence[str]) -> None:
-    """Each rule has to mean some parameter. Raises ValueError with the nearest names."""
+    """Requires that each rule matches a parameter. Raises ValueError with the closest names."""
     for pattern in rules:
         if not any(fnmatchcase(name, pattern) for name in names):
             near = difflib.get_close_matches(pattern, names, 3, 0.3) or names[:3]
@@ -90,7 +91,7 @@ def check_patterns(rules: Mapping[str, Rule], names: Sequence[str]) -> None:
 
 
 def rule_for(name: str, dims: int, numel: int, rules: Mapping[str, Rule], exact_below: int) -> Rule | None:
-    """The first rule that names the layer; EXACT for those that are exact by default; None: as the state says."""
+    """The first rule that matches the layer; EXACT for layers exact by default; None: the state's settings."""
     for pattern, rule in rules.items():
         if fnmatchcase(name, pattern):
             return rule

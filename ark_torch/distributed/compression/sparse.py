@@ -1,4 +1,4 @@
-"""Sparse gradients (COO, of embeddings): each rank's rows, coalesced, as index and value, exact."""
+"""Exchange of sparse gradients (COO, from embeddings): each rank's coalesced rows as index and value, exact."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ark_torch.distributed.compression.state import State
 def mean(state: State, gradient: Tensor) -> Tensor:
     """The mean over ranks of a COO tensor, coalesced. Collective; ranks may hold different numbers of elements.
 
-    Rows are added in the order of ranks, so that all ranks get the same bits.
+    Rows are added in rank order, so that all ranks get the same bits.
     """
     group = state.group
     mine = gradient.coalesce()

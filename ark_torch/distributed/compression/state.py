@@ -1,7 +1,7 @@
-"""What a compression hook keeps between steps: settings, layers with their residuals, and what was sent.
+"""The state of a compression hook between steps: settings, layers with their residuals, and byte counts.
 
-Everything that a rank decides by itself is decided alike on all ranks: by settings, which ranks compare before the
-first exchange, by counters, which go up together, or by numbers that ranks have exchanged.
+Every local decision comes out the same on all ranks: it depends only on settings, which ranks compare before the first
+exchange, on counters that advance together, or on numbers that ranks have exchanged.
 """
 
 from __future__ import annotations
@@ -31,37 +31,36 @@ class State:
     """The state of `hook` (DistributedDataParallel) or `fsdp` (fully_shard). All ranks pass the same settings.
 
     Args:
-        bits: 1 to 8 bits an element; or an Auto, which chooses each layer's bits from measured gradients.
-        bucket: elements that share a scale: a multiple of 32 from 128 to 4096.
-        error_feedback: whether what quantisation lost is kept (float32, on the gradient's device, as many elements as
-            the gradients that are compressed) and added to the next gradient. None: where a layer has less than 8 bits.
-        group: a group of the backend "ark", the one that DDP has; None: that of `module` where it is a
-            DistributedDataParallel, otherwise the default group.
-        module: the model that DDP wraps, or what DDP returned: layers get its parameters' names, which rules and
-            messages use. Without it they are "#0", "#1", in the order in which they are first reduced.
-        rounding: "nearest" or "stochastic"; None: nearest with error feedback, stochastic (which is right on average)
-            without.
-        format: "uniform" (least and greatest value of a bucket, steps between them) or "fp8" (e4m3 and a scale a
-            bucket; bits=8).
-        rules: names or patterns (fnmatch) of parameters to bits, "exact" or Rule(bits, bucket); the first that matches
-            counts. Parameters of one dimension, and those with fewer than `exact_below` elements, are exact unless a
-            rule says otherwise.
+        bits: 1 to 8 bits per element; or an Auto, which chooses each layer's bits from measured gradients.
+        bucket: number of elements that share a scale: a multiple of 32 from 128 to 4096.
+        error_feedback: whether the quantization error is kept (float32, on the gradient's device, as many elements as
+            the compressed gradients) and added to the next gradient. None: for layers with less than 8 bits.
+        group: a group of the backend "ark", the same as DDP's; None: that of `module` if it is a
+            DistributedDataParallel, else the default group.
+        module: the model that DDP wraps, or DDP's result: layers get its parameters' names, which rules and messages
+            use. Without it they are "#0", "#1", in the order in which they are first reduced.
+        rounding: "nearest" or "stochastic" (unbiased); None: nearest with error feedback, stochastic without.
+        format: "uniform" (equal steps between a bucket's minimum and maximum) or "fp8" (e4m3 with a scale per bucket;
+            bits=8).
+        rules: names or patterns (fnmatch) of parameters to bits, "exact" or Rule(bits, bucket); the first match counts.
+            One-dimensional parameters, and those with fewer than `exact_below` elements, are exact unless a rule says
+            otherwise.
         exact_below: see rules.
-        seed: of stochastic rounding: same seed, same bits.
+        seed: seed of stochastic rounding; the same seed gives the same bits.
         when: "always"; or "faster": DDP's first steps time each bucket both ways, and buckets that compression does not
-            make faster are sent exact from then on (the log says so once).
-        skip_zeros: whether layers whose gradients are all zero on all ranks send nothing. None: yes; on a CUDA device,
-            where looking costs a synchronisation, every 64th step looks first, and then every step while there are
-            such layers. True: look in every step (for models that use different layers in different steps). False: no.
+            speed up are sent exact from then on (logged once).
+        skip_zeros: whether layers whose gradients are zero on all ranks send nothing. None: yes; on a CUDA device,
+            where the check costs a synchronization, only every 64th step checks, and every step while such layers
+            exist. True: check in every step (for models that use different layers in different steps). False: no.
 
     Attributes:
-        bytes_sent: bytes that this rank has sent for gradients (and, by `fsdp`, parameters), flags of `skip_zeros`
-            included.
-        bytes_exact: what it would have sent without compression.
+        bytes_sent: bytes that this rank has sent for gradients (and, with `fsdp`, parameters), including the flags of
+            `skip_zeros`.
+        bytes_exact: bytes that it would have sent without compression.
 
     Raises:
-        TypeError, ValueError: a setting will not do (named, with what would), a rule matches no parameter, the module's
-            group is another one, or this process is in no group.
+        TypeError, ValueError: a setting is invalid (the message names it and the allowed values), a rule matches no
+            parameter, the module's group is another one, or this process is not in the group.
     """
 
     def __init__(
@@ -110,10 +109,10 @@ class State:
         self._told: set[str] = set()
         self._described = False
 
-    # -- before and after exchanges
+    # ---- Before and after exchanges
 
     def settings(self) -> dict[str, Any]:
-        """What all ranks have alike, as JSON can hold it."""
+        """The settings that must be equal on all ranks, in JSON types."""
         names = ("bucket", "error_feedback", "rounding", "format", "exact_below", "seed", "when", "skip_zeros")
         return {
             "bits": asdict(self.auto) if self.auto else self.bits,
@@ -122,10 +121,10 @@ class State:
         }
 
     def begin(self, group: dist.ProcessGroup, device: torch.device) -> bool:
-        """Collective in a group's first call. Whether gradients are compressed: not by one rank, nor with ARK_DISABLE
-        or TORCH_DISTRIBUTED_DEBUG=DETAIL.
+        """Collective in a group's first call. Returns whether gradients are compressed: not with one rank, nor with
+        ARK_DISABLE or TORCH_DISTRIBUTED_DEBUG=DETAIL.
 
-        Raises ValueError for a group that is not ark's, and where ranks have different settings.
+        Raises ValueError if the group is not ark's or ranks have different settings.
         """
         key = f"{group.group_name} {device.type}"
         if key not in self._met:
@@ -138,7 +137,7 @@ class State:
         return self._met[key]
 
     def say(self, what: str, text: str) -> None:
-        """Once for each `what`, on rank 0."""
+        """Logs `text` once per `what`, on rank 0."""
         if what not in self._told and self.group.rank() == 0:
             log.info("compression: %s", text)
         self._told.add(what)
@@ -148,7 +147,7 @@ class State:
         return (self.seed * 0x9E3779B97F4A7C15 + self.calls) & (2**63 - 1)
 
     def end_step(self, device: torch.device) -> None:
-        """Behind a step's last bucket."""
+        """Called after a step's last bucket."""
         if self.auto is not None and self.auto.chooses(self.step):
             self._choose(self.auto, device)
         self.step += 1
@@ -156,7 +155,7 @@ class State:
             self._described = True
             self.say("layers", self.describe(brief=True))
 
-    # -- layers
+    # ---- Layers
 
     def width(self, layer: Layer) -> tuple[int, int]:
         """Bits and bucket of a layer; 0 bits: exact."""
@@ -165,7 +164,7 @@ class State:
         return layer.chosen or self.bits, self.bucket
 
     def measure(self, layers: Sequence[Layer], gradients: Sequence[Tensor]) -> None:
-        """What Auto wants to know of this step's gradients."""
+        """Adds Auto's measurements of this step's gradients."""
         if self.auto is None or not self.auto.measures(self.step):
             return
         for layer, gradient in zip(layers, gradients, strict=True):
@@ -182,7 +181,7 @@ class State:
         if self.group.size() > 1:
             dist.all_reduce(sums, group=self.group)
         numels = [layer.numel for layer in layers]
-        # A step that overflowed says nothing.
+        # A step that overflowed counts as zero.
         errors = [
             errors_of(energy, spread, numel, self.error_feedback and self.format == "uniform", auto.relative)
             for (energy, spread), numel in zip(sums.nan_to_num(0.0, 0.0, 0.0).tolist(), numels, strict=True)
@@ -214,10 +213,10 @@ class State:
         ]
         return "\n".join([head, *lines])
 
-    # -- checkpoints
+    # ---- Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals and counters; each rank saves its own. Tensors lie on the CPU."""
+        """This rank's residuals and counters, as CPU tensors; each rank saves its own."""
         return {
             "version": 1,
             "rank": self.group.rank(),
@@ -229,15 +228,15 @@ class State:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Goes on where `state_dict` was taken.
+        """Continues from a `state_dict`.
 
         Args:
-            saved: what this rank saved; or a sequence of what all ranks saved, which may be another number: their
-                residuals are then summed, and each element goes to one rank.
+            saved: this rank's saved state; or a sequence of all ranks' states, possibly from another number of ranks:
+                their residuals are then summed, and each element goes to one rank.
 
         Raises:
-            ValueError: it is of another rank, of another number of ranks and not a sequence of them all, or of another
-                version.
+            ValueError: the state is from another rank, from another number of ranks but not a sequence of all of them,
+                or of another version.
         """
         rank, world = self.group.rank(), self.group.size()
         every = [saved] if isinstance(saved, Mapping) else sorted(saved, key=lambda one: int(one["rank"]))

@@ -1,7 +1,7 @@
-"""NaN and Inf in results, told once a layer. They arrive as they are: nothing is clipped.
+"""Reports NaN and Inf in results, once per layer. They arrive unchanged: nothing is clipped.
 
-On the CPU a result is looked at before it is handed on. On a CUDA device looking would make the host wait: a norm of
-each layer is copied to the host behind the exchange, and read at a later one.
+On the CPU a result is checked before it is returned. On a CUDA device the check would stall the host, so each layer's
+norm is copied to the host after the exchange and read in a later call.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ MOST_PENDING = 64
 
 
 class Watch:
-    """Remembers whom it has told of."""
+    """Remembers which layers it has reported."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
         self._pending: deque[tuple[Tensor, torch.cuda.Event, list[Layer]]] = deque()
 
     def look(self, layers: Sequence[Layer], results: Sequence[Tensor], given: Sequence[Tensor], rank: int) -> None:
-        """`results` of an exchange of `given`, layer by layer; `given` tells the rank that it comes from."""
+        """Checks the `results` of an exchange of `given`, layer by layer; `given` shows whether this rank caused
+        them."""
         if not results:
             return
         if results[0].is_cuda:
@@ -43,7 +44,7 @@ class Watch:
             for layer, norm in zip(earlier, norms.tolist(), strict=True):
                 if layer.name not in self._told and not norm < float("inf"):
                     self._tell(layer, rank, "the gradient of an earlier step")
-        if len(self._pending) == MOST_PENDING:  # the host is far ahead: it looks again when the device has caught up
+        if len(self._pending) == MOST_PENDING:  # the host is far ahead: check again when the device has caught up
             return
         filled = [(layer, result) for layer, result in zip(layers, results, strict=True) if result.numel()]
         norms = torch.stack(torch._foreach_norm([result for _, result in filled], float("inf"))).float()
@@ -66,5 +67,5 @@ def _passed(event: torch.cuda.Event) -> bool:
 
 
 def _finite(tensor: Tensor) -> bool:
-    """A sum is quicker than a look at each element, and finite sums have finite terms."""
+    """Tries the sum first, which is faster than checking each element: a finite sum has finite terms."""
     return bool(tensor.sum(dtype=torch.float32).isfinite()) or bool(tensor.isfinite().all())

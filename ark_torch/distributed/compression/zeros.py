@@ -1,9 +1,8 @@
-"""Layers whose gradients are all zero on all ranks, which then send nothing.
+"""Finds layers whose gradients are zero on all ranks; these send nothing.
 
-Ranks agree by one byte a layer, an all-reduce of a bucket's flags. A layer that is left out keeps its residual until it
-is used again: nothing is lost, and DDP would not hand over what arrived for a parameter that no rank has used.
-On a CUDA device the host has to wait for the flags, so they are asked for every 64th call, and in every call while
-some layer is left out.
+Ranks agree by an all-reduce of one byte per layer of a bucket. A skipped layer keeps its residual until it is used
+again: nothing is lost, and DDP would ignore a result for a parameter that no rank has used. On a CUDA device the host
+must wait for the flags, so they are exchanged only in every 64th call, and in every call while a layer is skipped.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ PROBE_EVERY = 64
 
 
 class Zeros:
-    """Which layers of a bucket travel. `always`: None, True or False, as State's skip_zeros."""
+    """Decides which layers of a bucket travel. `always`: None, True or False, as State's skip_zeros."""
 
     def __init__(self, always: bool | None) -> None:
         self._always = always
@@ -28,7 +27,7 @@ class Zeros:
         self._left_out: set[tuple[int, ...]] = set()
 
     def asks(self, layers: Sequence[Layer], device: torch.device) -> bool:
-        """Whether this call looks; alike on all ranks."""
+        """Whether this call checks; the same on all ranks."""
         key = tuple(map(id, layers))
         calls = self._calls.get(key, 0)
         self._calls[key] = calls + 1
@@ -37,10 +36,10 @@ class Zeros:
         return device.type == "cpu" or calls % PROBE_EVERY == 0 or key in self._left_out
 
     def travelling(self, layers: Sequence[Layer], pieces: Sequence[Tensor], group: dist.ProcessGroup) -> list[bool]:
-        """Collective: by layer, whether any rank has something in it."""
+        """Collective: for each layer, whether its gradient is nonzero on any rank."""
         device = pieces[0].device
         if device.type == "cpu":
-            # Most layers show it in their first elements.
+            # Most nonzero layers show it in their first elements.
             flags = torch.tensor([bool(p[:64].any()) or bool(p.any()) for p in pieces], dtype=torch.uint8)
         else:
             norms = torch._foreach_norm([p if p.numel() else p.new_zeros(1) for p in pieces], float("inf"))

@@ -1,10 +1,10 @@
-// Attention of the query heads that share one key/value head: softmax(scale q k' + mask) v, over blocks of positions.
+// Attention of the query heads that share one KV head: softmax(scale q k' + mask) v, over blocks of positions.
 //
-// Softmax runs along (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018): each row keeps its
-// greatest score so far, the sum of exp(score - greatest) and the weighted sum of values, and rescales them when the
-// greatest grows. A block of positions that the mask rules out for all rows (false, -inf, or behind a causal limit) is
-// left before its keys or values are read, so that work follows the length in use. A row without any allowed position
-// gives zeros, as PyTorch's does. Blocks begin at multiples of kKeys whatever the tile is: bits depend on data alone.
+// The softmax is online (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018): each row keeps its
+// maximum score so far, the sum of exp(score - maximum) and the weighted sum of values, and rescales both when the
+// maximum grows. A block of positions that the mask excludes for all rows (false, -inf, or beyond a causal limit) is
+// skipped before its keys or values are read, so work follows the length in use. A row without any allowed position
+// gives zeros, as in PyTorch. Blocks start at multiples of kKeys for any tile, so bits depend on data only.
 #pragma once
 
 #include "cpu/attention_block.hpp"
@@ -13,7 +13,7 @@ namespace ark::cpu {
 
 // Strides in elements; row t of query head g.
 struct Attention {
-  int64_t heads;  // that share the key/value head
+  int64_t heads;  // query heads per KV head
   int64_t queries, keys;
   int64_t q_head, q_row, q_column;
   int64_t k_row, k_column;
@@ -26,15 +26,15 @@ struct Attention {
 
 struct NoMask {};
 
-inline constexpr int kQueryRows = 16;  // handled together, so that a block of keys serves all from the cache
-inline constexpr int kManyRows = 8;    // from here on keys are transposed
+inline constexpr int kQueryRows = 16;  // processed together, so that all use a block of keys while it is cached
+inline constexpr int kManyRows = 8;    // from this many rows on, keys are transposed
 
 // Bytes of scratch memory that attend() needs.
 constexpr int64_t attention_scratch(int columns, int value_columns) {
   return (kQueryRows * (padded(columns) + padded(value_columns)) + padded(columns) * kKeys) * 4;
 }
 
-// What is added to the scores of 16 positions: the mask, and -inf where the row may not look or there is no position.
+// What is added to the scores of 16 positions: the mask, or -inf where the row does not attend or there is no position.
 template <class M, class Count>
 ARK_INLINE Floats mask_of(const Attention& s, const M* mask, int64_t key, int64_t limit, Count lanes) {
   Floats bias{};
@@ -47,13 +47,13 @@ ARK_INLINE Floats mask_of(const Attention& s, const M* mask, int64_t key, int64_
   return seen ? bias : splat(-kInfinity);
 }
 
-// One query row, while blocks of positions go by.
+// The state of one query row across blocks of positions.
 struct QueryRow {
   float greatest = -kInfinity;
   float total = 0;
 };
 
-// Makes weights of a block's scores and rescales the row's sums so far.
+// Turns a block's scores into weights, and rescales the row's sums so far.
 template <int ValueColumns>
 ARK_INLINE void soften(QueryRow& row, float* scores, float* sums) {
   Floats vectors[kKeyVectors];
@@ -63,7 +63,7 @@ ARK_INLINE void soften(QueryRow& row, float* scores, float* sums) {
     top = maximum(top, vectors[j]);
   }
   const float now = fold(top, [](float a, float b) { return a > b || a != a ? a : b; });
-  if (now == -kInfinity) {  // it looks at nothing yet
+  if (now == -kInfinity) {  // it attends to nothing so far
     for (int j = 0; j < kKeys; j += kLanes) store(scores + j, Floats{}, All{});
     return;
   }
@@ -80,14 +80,15 @@ ARK_INLINE void soften(QueryRow& row, float* scores, float* sums) {
   row.greatest = now;
 }
 
-// What the mask adds to the scores of `rows` rows from row `first` on; whether any of them looks at the block.
+// Sets the scores of `rows` rows from `first` on to what the mask adds. Returns whether any of them attends to the
+// block.
 template <class M>
 ARK_INLINE bool mask_block(const Attention& s, const M* mask, int64_t first, int rows, int64_t key, int64_t end,
                            float* scores) {
   bool any = false;
   for (int r = 0; r < rows; ++r) {
     const int64_t g = (first + r) % s.heads, t = (first + r) / s.heads;
-    if (r > 0 && g > 0 && s.mask_head == 0) {  // as the head before
+    if (r > 0 && g > 0 && s.mask_head == 0) {  // same as the previous head
       std::memcpy(scores + r * kKeys, scores + (r - 1) * kKeys, kKeys * sizeof(float));
       continue;
     }
@@ -117,7 +118,7 @@ inline void attend(const Context& context, const Attention& s, const Q* q, const
   const Positions<K> keys{k, s.k_row, s.k_column};
   const Positions<V> values{v, s.v_row, s.v_column};
 
-  // Row t * heads + g: rows that are handled together look at the same positions.
+  // Row t * heads + g: rows that are processed together attend to the same positions.
   const int64_t all_rows = s.queries * s.heads;
   for (int64_t first = 0; first < all_rows; first += kQueryRows) {
     const int rows = static_cast<int>(all_rows - first < kQueryRows ? all_rows - first : kQueryRows);

@@ -1,8 +1,9 @@
 // The inner loops of attention over one block of positions: scores of query rows, then weighted sums of values.
 //
-// Two ways to compute scores, chosen by how many rows look at a block. A few rows (decoding): 16 lanes run along a
-// key's columns, keys are read once, where they lie. Many rows (prefill): the block is transposed once, 16 lanes are 16
-// positions, and each element that was loaded serves several rows. Values are taken row by row or by several rows.
+// Scores are computed in two ways, depending on how many rows attend to a block. With few rows (decoding), 16 lanes are
+// along a key's columns, and keys are read once, in place. With many rows (prefill), the block is transposed once, 16
+// lanes are 16 positions, and each loaded element serves several rows. Values are added for one row or several at a
+// time.
 #pragma once
 
 #include "cpu/launch.hpp"
@@ -11,10 +12,10 @@
 
 namespace ark::cpu {
 
-inline constexpr int kKeys = 64;  // positions in a block
+inline constexpr int kKeys = 64;  // positions per block
 inline constexpr int kKeyVectors = kKeys / kLanes;
 #if defined(__AVX512F__)
-inline constexpr int kRowGroup = 4;       // query rows that share what was loaded,
+inline constexpr int kRowGroup = 4;       // query rows that share a load,
 inline constexpr int kVectorsAtOnce = 4;  // and vectors of a row: 16 sums in registers
 #elif defined(__AVX__)
 inline constexpr int kRowGroup = 4;
@@ -33,7 +34,7 @@ ARK_INLINE auto load_any(const T* p, int64_t stride, Count lanes) {
   return stride == 1 ? load(p, lanes) : load_strided(p, stride, lanes);
 }
 
-// Calls body(first column, lanes) for 16 columns at a time; their number is known to the compiler.
+// Calls body(first column, lanes) for 16 columns at a time. Lane counts are compile-time constants.
 template <int Columns, class Body>
 ARK_INLINE void each_chunk(Body&& body) {
   ARK_UNROLL for (int c = 0; c + kLanes <= Columns; c += kLanes) body(c, All{});
@@ -49,12 +50,12 @@ struct Positions {
 
 template <int... Lane>
 struct Lanes {
-  // Of every `2 * Size` lanes of a and b the lower half, or the upper one.
+  // The lower (upper) half of every `2 * Size` lanes of a and b.
   template <int Size, bool kUpper>
   static ARK_INLINE Floats halves(Floats a, Floats b) {
     return __builtin_shufflevector(a, b, (Lane / Size * 2 * Size + Lane % Size + (kUpper ? Size : 0))...);
   }
-  // In turns `Size` lanes of a and of b: the lower half of every `2 * Size` of both, or the upper one.
+  // Alternates `Size` lanes of a and of b: the lower (upper) half of every `2 * Size` of both.
   template <int Size, bool kUpper>
   static ARK_INLINE Floats in_turns(Floats a, Floats b) {
     return __builtin_shufflevector(a, b,
@@ -71,7 +72,7 @@ ARK_INLINE void fold_each(Floats (&parts)[kLanes]) {
   }
 }
 
-// Lane i: the sum of all lanes of parts[i]. Neighbours are folded into halves, then quarters, ...
+// Lane i becomes the sum of all lanes of parts[i]: neighbors are folded to halves, then quarters, ...
 ARK_INLINE Floats sum_each(Floats (&parts)[kLanes]) {
   if constexpr (kLanes == 16) fold_each<8>(parts);
   fold_each<4>(parts);
@@ -90,7 +91,7 @@ ARK_INLINE void exchange(Floats (&parts)[kLanes]) {
   }
 }
 
-// parts[i][j] becomes parts[j][i]: blocks of 8, 4, 2 and 1 change places.
+// parts[i][j] becomes parts[j][i]: blocks of 8, 4, 2 and 1 are exchanged.
 ARK_INLINE void transpose(Floats (&parts)[kLanes]) {
   if constexpr (kLanes == 16) exchange<8>(parts);
   exchange<4>(parts);
@@ -98,12 +99,12 @@ ARK_INLINE void transpose(Floats (&parts)[kLanes]) {
   exchange<1>(parts);
 }
 
-// A score where the mask lets the row look; what it hides may be anything, NaN as well.
+// A score after masking. Masked positions are arbitrary and may give NaN.
 ARK_INLINE Floats masked(Floats score, Floats bias) {
   return bias != -kInfinity ? score + bias : bias;
 }
 
-// Scores of one row; `scores` holds what the mask adds. Nothing at or past `end` is read.
+// Scores of one row; initially `scores` holds what the mask adds. Reads nothing at or past `end`.
 template <int Columns, class K>
 ARK_INLINE void score_row(const Positions<K>& k, int64_t key, int64_t end, const float* query, float* scores) {
   for (int j = 0; j < kKeys; j += kLanes) {
@@ -121,7 +122,7 @@ ARK_INLINE void score_row(const Positions<K>& k, int64_t key, int64_t end, const
   }
 }
 
-// Keys of the block, column by column.
+// Transposes the block's keys to columns.
 template <int Columns, class K>
 ARK_INLINE void transpose_keys(const Positions<K>& k, int64_t key, int64_t end, float* transposed) {
   for (int j = 0; j < kKeys; j += kLanes)
@@ -136,7 +137,7 @@ ARK_INLINE void transpose_keys(const Positions<K>& k, int64_t key, int64_t end, 
     });
 }
 
-// Scores of `Rows` rows, whose queries are padded(Columns) apart and scores kKeys.
+// Scores of `Rows` rows, at strides padded(Columns) for queries and kKeys for scores.
 template <int Rows, int Columns>
 ARK_INLINE void score_rows(const float* transposed, const float* queries, float* scores) {
   static_assert(kKeyVectors % kVectorsAtOnce == 0);
@@ -158,7 +159,7 @@ ARK_INLINE void score_rows(const float* transposed, const float* queries, float*
   }
 }
 
-// sums[r] += weights[r] values for `Rows` rows, padded(Columns) apart. A position that no row looks at is not read.
+// sums[r] += weights[r] values for `Rows` rows at stride padded(Columns). Skips positions that no row attends to.
 template <int Rows, int Columns, class V>
 ARK_INLINE void add_values(const Positions<V>& v, int64_t key, int64_t end, const float* weights, float* sums) {
   constexpr int kMost = kVectorsAtOnce * kLanes * (Rows == 1 ? kRowGroup : 1);

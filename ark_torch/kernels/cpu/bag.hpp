@@ -1,8 +1,8 @@
-// Pooled embeddings: the rows of a table that a bag names, summed, averaged or their greatest, in the bag's order.
+// Embedding bags: the table rows that a bag names, pooled by sum, mean or maximum in the bag's order.
 //
-// Bag b is indices [offsets[b], offsets[b + 1]) (the last ends where the indices do, or at a last offset). An index
-// that is the padding counts for nothing; a bag of nothing gives zeros. Sums are float32. Every offset and index is
-// checked before its row is read: what is wrong ends the step with an error.
+// Bag b is indices [offsets[b], offsets[b + 1]); the last one ends at the last index, or at a last offset. The padding
+// index is ignored; an empty bag gives zeros. Sums are float32. Every offset and index is checked before its row is
+// read; an invalid one ends the step with an error.
 #pragma once
 
 #include "cpu/launch.hpp"
@@ -24,7 +24,7 @@ struct Bags {
 enum class Pooling { sum, mean, max };
 struct NoWeights {};
 
-// Columns [c, c + Vectors * 16) of one bag; `lanes` says how many of the last vector count.
+// Columns [c, c + Vectors * 16) of one bag; `lanes` says how many lanes of the last vector count.
 template <Pooling kMode, int Vectors, class T, class I, class W, class Out, class Last>
 ARK_INLINE void pool_columns(const Bags& s, const T* table, const I* index, int64_t from, int64_t to, int64_t count,
                              const W* weights, Out* out, int64_t c, Last last) {
@@ -67,7 +67,7 @@ ARK_INLINE void pool_columns(const Bags& s, const T* table, const I* index, int6
   }
 }
 
-// Offsets are reported as of no dimension (step_failure.cpp names them).
+// Offsets are reported without a dimension (step_failure.cpp names them).
 ARK_INLINE bool offset_fits(const Context& context, int64_t offset, int64_t most) {
   return index_fits(context, offset, most + 1, offset, -1);
 }
@@ -76,7 +76,7 @@ ARK_INLINE bool offset_fits(const Context& context, int64_t offset, int64_t most
 template <Pooling kMode, class T, class I, class O, class W, class Out>
 inline void pool(const Context& context, const Bags& s, const T* table, const I* index, const O* offsets,
                  const W* weights, Out* out, int64_t b0, int64_t b1, int64_t c0, int64_t c1) {
-  if (!offset_fits(context, load_one(offsets), 0)) return;  // the first bag begins at the first index
+  if (!offset_fits(context, load_one(offsets), 0)) return;  // the first bag must start at the first index
   for (int64_t b = b0; b < b1; ++b) {
     const int64_t from = load_one(offsets + b * s.offset);
     const bool ends = b + 1 == s.bags && !s.last_offset;

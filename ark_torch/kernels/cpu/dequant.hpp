@@ -1,10 +1,10 @@
-// Matrix products with coded weights: out[r, c] = sum over d of a[r, d] w[d, c] (+ bias[r, c]), where w is decoded in
-// registers, so that what streams from memory is codes: int8, float8 (e4m3) or two numbers of 4 bits a byte.
+// Matrix products with quantized weights: out[r, c] = sum over d of a[r, d] w[d, c] (+ bias[r, c]). Weights are decoded
+// in registers, so that only codes stream from memory: int8, float8 (e4m3), or two 4-bit codes per byte.
 //
-// Lanes run along the depth, which is adjacent, as in dot_tile of matmul.hpp, and the order of an element's sum is its
-// alone here, too. Rows are packed as float32 first; for 4 bits they are dealt, of each pair of vectors the numbers of
-// low halves of bytes first, so that a vector of bytes is two vectors of weights without a shuffle. Scales of groups
-// are multiplied into the weights, and scales of whole columns of 8 bits into the finished sum.
+// Lanes are along the contiguous depth, as in dot_tile of matmul.hpp, and here too an element's sum has one order. Rows
+// are first packed as float32. For 4 bits they are permuted, for each pair of vectors the elements of bytes' low halves
+// first, so that a vector of bytes becomes two vectors of weights without a shuffle. Scales of groups multiply the
+// weights, scales of whole columns of 8 bits the finished sum.
 #pragma once
 
 #include "cpu/matmul.hpp"
@@ -25,7 +25,7 @@ ARK_INLINE Bytes load_bytes(const void* from, Lanes lanes) {
   return raw;
 }
 
-// GCC takes conversions of vectors of bytes apart, those to words into single bytes.
+// GCC compiles these conversions of byte vectors to scalar code, so intrinsics do them.
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 ARK_INLINE Words words_of(Bytes raw) {
   return same_bits<Words>(_mm512_cvtepu8_epi32(same_bits<__m128i>(raw)));
@@ -48,7 +48,7 @@ ARK_INLINE Shorts words_of(SignedBytes raw) {
 }
 #endif
 
-// Codes of 8 bits as numbers; of e4m3 as multiples of 256, by way of float16, whose exponent has 8 more for 1.
+// 8-bit codes as numbers. e4m3 codes become value / 256, through float16, whose exponent bias is larger by 8.
 ARK_INLINE Floats numbers_of(Bytes raw, int8_t) {
   return __builtin_convertvector(words_of(same_bits<SignedBytes>(raw)), Floats);
 }
@@ -67,14 +67,14 @@ ARK_INLINE Floats numbers_of(Bytes raw, e4m3) {
 template <class B>
 inline constexpr float kUnit = std::is_same_v<B, e4m3> ? 256.0f : 1.0f;
 
-// What (code - before) * scale + after of a group of a column is computed with.
+// The coefficients of (code - before) * scale + after for a group of a column.
 template <Codes q, class B, class Scale, class Zero>
 struct Column {
-  static constexpr int kFlip = q.is_signed ? 8 : 0;  // in a code of 4 bits, which is then one without a sign
+  static constexpr int kFlip = q.is_signed ? 8 : 0;  // makes a signed 4-bit code unsigned
   static constexpr bool kScaled = !std::is_same_v<Scale, NoScale>, kZeros = !std::is_same_v<Zero, NoScale>;
   static constexpr int kOffset = q.offset + kFlip;
   static constexpr bool kBefore = kOffset != 0 || (kZeros && !q.zero_after), kAfter = kZeros && q.zero_after;
-  // What codes are in before all else, where that cannot be part of the scale.
+  // The unit of codes, applied first if it cannot be part of the scale.
   static constexpr float kFirst = kBefore ? kUnit<B> : 1;
   float before = kOffset, scale = kUnit<B> / kFirst, after = 0;
 
@@ -95,7 +95,7 @@ struct Column {
   }
 };
 
-// Two weights of 4 bits a byte: of its low half and of its high one. With AVX-512 a group's sixteen are looked up.
+// Two 4-bit weights per byte: of its low and of its high half. AVX-512 looks up a group's sixteen values.
 template <class Of>
 struct Nibbles {
 #if defined(__AVX512F__)
@@ -123,11 +123,11 @@ struct Nibbles {
   }
 };
 
-// Whether a column's scale can wait until its sum is known.
+// Whether a column's scale can be applied to its finished sum.
 template <Product s, Codes q, class Zero>
 inline constexpr bool kScaledLast = q.bits == 8 && q.group == s.depth&& q.offset == 0 && std::is_same_v<Zero, NoScale>;
 
-// Rows times columns from r0 and c0 on. `a`: packed rows, a_row apart.
+// Rows times columns from r0 and c0 on. `a`: packed rows at stride a_row.
 template <int Rows, int Columns, Product s, Codes q, class B, class Scale, class Zero, class Out, class Bias>
 ARK_INLINE void dequant_tile(const float* a, int64_t a_row, const B* b, const Scale* scales, const Zero* zeros,
                              Out* out, const Bias* bias, int64_t r0, int64_t c0) {
@@ -152,7 +152,7 @@ ARK_INLINE void dequant_tile(const float* a, int64_t a_row, const B* b, const Sc
       ARK_UNROLL for (int c = 0; c < Columns; ++c) {
         const B* const from = codes + c * s.b_column + d * q.bits / 8;
         const Bytes raw = load_bytes(from, lanes);
-        // As in dot_tile of matmul.hpp, once a cache line.
+        // As in dot_tile of matmul.hpp, once per cache line.
         if (Rows <= 4 && d * q.bits / 8 % 64 == 0) __builtin_prefetch(from + Columns * s.b_column, 0, 2);
         if constexpr (q.bits == 4) {
           const Wide low = wide(column[c].low(raw)), high = wide(column[c].high(raw));
@@ -193,12 +193,12 @@ inline void dequant_rows(const float* a, int64_t a_row, const B* b, const Scale*
   for (; c < c1; ++c) dequant_tile<Rows, 1, s, q>(a, a_row, b, scales, zeros, out, bias, r0, c);
 }
 
-// Floats of a packed row.
+// Floats per packed row.
 constexpr int64_t packed_length(int64_t depth) {
   return (depth + 2 * kLanes - 1) / (2 * kLanes) * (2 * kLanes);
 }
 
-// Where the number of depth d lies in a packed row.
+// The index of depth d in a packed row.
 template <Codes q>
 ARK_INLINE int64_t place_of(int64_t d) {
   if constexpr (q.bits == 8 || q.block != 0) return d;
@@ -218,7 +218,7 @@ ARK_INLINE void dequant_product(const A* a, const B* b, const Scale* scales, con
                                 const Bias* bias, int64_t r0, int64_t r1, int64_t c0, int64_t c1, char* scratch) {
   constexpr int64_t kLength = packed_length(s.depth);
   auto* const packed = reinterpret_cast<float*>(scratch);
-  // With few rows all columns pass in one go, else as many as stay in the first-level cache beside a block of rows.
+  // With few rows all columns pass at once, else as many as fit in the first-level cache with a block of rows.
   constexpr int64_t kPass = MostRows == 1 ? int64_t{1} << 62 : q.block != 0 ? q.block : kTileColumns;
   for (int64_t block = r0; block < r1; block += kRowBlock) {
     const int64_t end = block + kRowBlock < r1 ? block + kRowBlock : r1;

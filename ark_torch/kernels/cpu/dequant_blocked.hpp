@@ -1,13 +1,13 @@
-// Columns of 4 bits that lie side by side in blocks, as PyTorch's aten._weight_int4pack_mm_for_cpu has them: lanes are
-// columns, and a depth's row of a block is two vectors of weights a vector of bytes. Included by dequant.hpp.
+// 4-bit columns stored side by side in blocks, as in PyTorch's aten._weight_int4pack_mm_for_cpu. Lanes are columns, and
+// a depth's row of a block is two vectors of weights per vector of bytes. Included by dequant.hpp.
 //
-// Codes are looked up as whole numbers, and a group's sums are scaled once, with the zero times the sum of the row's
-// numbers: both vary from lane to lane. An element's sum has one order, whatever rows are computed beside it.
+// Codes are looked up as integers. A group's sums are scaled once, with the zero times the sum of the row's elements:
+// both vary from lane to lane. An element's sum has one order, whichever rows are computed with it.
 #pragma once
 
 namespace ark::cpu {
 
-// Rows times a block of columns from r0 and c0 on. `a`: rows of float32, a_row apart.
+// Rows times a block of columns from r0 and c0 on. `a`: rows of float32 at stride a_row.
 template <int Rows, Product s, Codes q, class B, class Scale, class Zero, class Out, class Bias>
 ARK_INLINE void blocked_tile(const float* a, int64_t a_row, const B* codes, const Scale* scales, const Zero* zeros,
                              Out* out, const Bias* bias, int64_t r0, int64_t c0) {

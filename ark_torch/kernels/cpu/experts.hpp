@@ -1,15 +1,15 @@
-// A grouped product: row p times the matrix that p chose at run time, out of a table of them (a mixture of experts).
+// Grouped product (mixture of experts): row p times the matrix of a table that p selects at run time.
 //
-// Rows are sorted by matrix first (a counting sort: each tile does it for itself, it is cheap beside any product), then
-// each matrix that was chosen is read once, for up to 48 of its rows at a time; matrices that nobody chose are not
-// touched. An element's sum is product()'s, in its order: bits do not depend on what else was chosen, nor on tiles.
+// Rows are first sorted by matrix, with a counting sort that each tile repeats, as it is cheap compared with any
+// product. Each selected matrix is then read once, for up to 48 of its rows at a time; other matrices are not read. An
+// element's sum has product()'s order: bits depend neither on other selections nor on tiles.
 #pragma once
 
 #include "cpu/matmul.hpp"
 
 namespace ark::cpu {
 
-// Strides in elements. `runs`: the index holds where each matrix's rows end.
+// Strides in elements. `runs`: the index holds the end of each matrix's rows.
 struct Experts {
   int64_t rows, experts, depth;
   int64_t a_depth;
@@ -19,9 +19,9 @@ struct Experts {
 };
 
 inline constexpr int64_t kExpertRows = 48;      // of one matrix, at a time
-inline constexpr int64_t kExpertColumns = 256;  // of a block of results
+inline constexpr int64_t kExpertColumns = 256;  // per block of results
 
-// first[e] .. first[e + 1]: where matrix e's rows are in `order`. False: an index is out of range.
+// The rows of matrix e are `order`[first[e] .. first[e + 1]). Returns false if an index is out of range.
 template <class I, class IndexAt>
 inline bool order_rows(const Context& context, const Experts& s, const I* index, IndexAt index_at, int64_t* first,
                        int64_t* order) {
@@ -48,7 +48,7 @@ inline bool order_rows(const Context& context, const Experts& s, const I* index,
   return true;
 }
 
-// Columns [c0, c1) of all rows. `*_at` say where row p (of an index in runs: entry e) begins.
+// Columns [c0, c1) of all rows. The `*_at` functions return the offset of row p (with runs: of index entry e).
 template <int64_t Rows, class A, class W, class I, class Out, class AAt, class IndexAt, class OutAt>
 inline void grouped_product(const Context& context, const Experts& s, const A* a, const W* table, const I* index,
                             Out* out, AAt a_at, IndexAt index_at, OutAt out_at, int64_t c0, int64_t c1, char* scratch) {
@@ -60,7 +60,7 @@ inline void grouped_product(const Context& context, const Experts& s, const A* a
   const int64_t step = (s.depth + kLanes - 1) / kLanes * kLanes;
   float* const result = packed + kMost * step;
   if (!order_rows(context, s, index, index_at, first, order)) return;
-  for (int64_t p = first[s.experts]; p < s.rows; ++p)  // behind the last run
+  for (int64_t p = first[s.experts]; p < s.rows; ++p)  // rows after the last run
     for (int64_t c = c0; c < c1; ++c) store_one(out + out_at(p) + c * s.out_column, 0.0f);
   const Product product_of{.depth = s.depth,
                            .a_row = step,

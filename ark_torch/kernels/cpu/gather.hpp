@@ -1,6 +1,5 @@
-// Copies of parts of tensors by index: rows of a table (embeddings), rows into a table (KV caches), and sums into one.
-//
-// Generated code walks the indices and checks each (index_fits, launch.hpp); here are the runs that it copies.
+// Indexed copies of parts of tensors: rows of a table (embeddings), rows into a table (KV caches), and sums into one.
+// Generated code loops over the indices and checks each (index_fits, launch.hpp); these are the runs that it copies.
 #pragma once
 
 #include "cpu/launch.hpp"
@@ -23,7 +22,7 @@ ARK_INLINE void check_holds(const Context& context, const bool* condition, bool*
   if (!*out) fail(*context.launch, Failure::index_too_large, context.worker, context.task, context.stage, -1, 0, 0);
 }
 
-// to += from, each sum rounded to the type, as PyTorch's are.
+// to += from, each sum rounded to the type, as in PyTorch.
 template <class T>
 ARK_INLINE void add_run(T* to, int64_t to_stride, const T* from, int64_t from_stride, int64_t count) {
   if (to_stride == 1 && from_stride == 1) {

@@ -1,5 +1,5 @@
-// What a launch of the loop is made of: what the host fills in (Launch) and reads back (Report), the tables of the
-// generated source, and what a task's function may call: an error, a collective, where an operand lies.
+// The parts of a launch of the loop: what the host fills in (Launch) and reads back (Report), the tables of the
+// generated source, and the functions that tasks may call: errors, collectives, operands' addresses.
 #pragma once
 
 #include <time.h>
@@ -9,7 +9,7 @@
 
 namespace ark::cpu {
 
-// Number of everything here that host and generated source must agree on.
+// The version of everything here that host and generated source must agree on.
 inline constexpr uint32_t kAbi = 4;
 
 struct alignas(64) EventCount {
@@ -18,27 +18,27 @@ struct alignas(64) EventCount {
 
 enum class Failure : uint32_t {
   none,
-  aborted,          // the caller wants it to end
+  aborted,          // the caller asked to stop
   deadline,         // a wait took too long: `task`, `event`, `worker`
   index_too_large,  // an index out of range: `stage`, `value`, `limit`, `dimension`
-  collective,       // the host's collective failed, and keeps the reason: `stage`
+  collective,       // the host's collective failed, and the host has the reason: `stage`
 };
 
-// Why a step ended early. `claimed` is taken by the first to fail, who then fills in the rest and releases `failure`.
+// Why a step ended early. The first worker to fail takes `claimed`, fills in the rest and releases `failure`.
 struct alignas(64) Report {
-  uint32_t abort;    // everybody leaves as soon as it is not 0
+  uint32_t abort;    // all workers leave once it is not 0
   uint32_t claimed;  // by worker + 1
   uint32_t failure;
   int32_t worker, task, stage, event, dimension;
   int64_t value, limit;
-  // Worker 0 is in a collective, which may wait for its peers as long as its group allows; and how long it has been in
-  // those of this step that have ended.
+  // Whether worker 0 is in a collective, which may wait for its peers as long as its group allows, and the time spent
+  // in this step's finished collectives.
   uint32_t in_collective;
   uint64_t collective_ns;
-  uint64_t steps;  // done by worker 0, and so by all where nothing failed
+  uint64_t steps;  // done by worker 0, and so by all if nothing failed
 };
 
-// When a worker came to a task, began it (after its waits) and ended it; of CLOCK_MONOTONIC.
+// When a worker reached a task, began it (after its waits) and ended it, by CLOCK_MONOTONIC.
 struct Stamp {
   uint64_t came_ns, begin_ns, end_ns;
 };
@@ -49,28 +49,28 @@ struct Launch {
   const void* const* inputs;
   void* const* outputs;
   char* arena;
-  char* own;  // worker w's begins at own + w * own_stride
+  char* own;  // worker w's part is at own + w * own_stride
   int64_t own_stride;
-  char* scratch;  // likewise
+  char* scratch;  // the same
   int64_t scratch_stride;
   EventCount* events;
   Report* report;
-  // Of the first `stamped` steps; nullptr: not asked for.
+  // Of the first `stamped` steps; nullptr: none.
   Stamp* stamps;        // by step and task
-  uint64_t* wait_ends;  // by step and place in the table of waits, of which there are `waits`; there when stamps are
+  uint64_t* wait_ends;  // by step and index in the table of waits, which has `waits` entries; set if stamps is
   uint64_t stamped, waits;
   uint64_t step;        // from 1: the first of this launch
-  uint64_t steps;       // at most; 1 where the plan is not multi-step
-  uint64_t timeout_ns;  // for all waits of a step together; 0: none
-  // Runs the collective of a node of the graph on the thread that called; false: it failed.
+  uint64_t steps;       // maximum; 1 if the plan is not multi-step
+  uint64_t timeout_ns;  // for all waits of a step together; 0: no limit
+  // Runs the collective of a graph node on the calling thread. Returns false if it failed.
   bool (*collective)(void* host, int32_t node, const void* input, void* output);
   void* host;
-  // Whether to end early; asked now and then on the thread that called, in resident mode. nullptr: never.
+  // Whether to end early, polled on the calling thread in resident mode. nullptr: never.
   bool (*interrupted)(void* asker);
   void* asker;
 };
 
-// What a task's function may need beside its operands.
+// What a task's function may need besides its operands.
 struct Context {
   const Launch* launch;
   char* scratch;
@@ -78,11 +78,11 @@ struct Context {
   int32_t worker, task, stage;
 };
 
-// Where an operand lies.
+// The address of an operand.
 struct Operand {
   enum Base : uint32_t { input, output, arena, own };
   uint32_t base;
-  uint32_t index;  // of inputs or outputs
+  uint32_t index;  // among inputs or outputs
   int64_t offset;  // in bytes
 };
 
@@ -95,14 +95,13 @@ struct TaskEntry {
   void (*function)(const Context& context, char* const* p, int64_t begin, int64_t end);
   int64_t begin, end;
   int32_t task, stage;
-  int32_t operands, operand_count;  // first of them in the table, and how many
+  int32_t operands, operand_count;  // index of the first one in the table, and their number
   int32_t waits, wait_count;
   int32_t carried, carried_count;  // waits for the step before
   int32_t signals, signal_count;
 };
 
-// What a worker that waits may fetch: `rows` pieces of `bytes`, `stride` apart, for the task at `position` of its
-// queue.
+// What a waiting worker may prefetch: `rows` runs of `bytes`, `stride` apart, for the task at `position` of its queue.
 struct LoadEntry {
   Operand operand;
   int32_t position;
@@ -117,11 +116,11 @@ struct QueueEntry {
   int32_t load_count;
 };
 
-// What the source says about itself.
+// The generated source's description of itself.
 struct PlanInfo {
   uint32_t abi;
   uint32_t workers, events, tasks;
-  int64_t scratch_bytes;  // of each worker
+  int64_t scratch_bytes;  // per worker
 };
 
 struct Tables {
@@ -130,7 +129,7 @@ struct Tables {
   const WaitFor* waits;
   const int32_t* signals;
   int64_t fetch_ahead;  // bytes
-  uint64_t tasks;       // of all queues
+  uint64_t tasks;       // in all queues
 };
 
 inline constexpr int kMostOperands = 64;
@@ -145,7 +144,7 @@ ARK_INLINE bool aborted(const Launch& launch) {
   return protocol::load_relaxed(launch.report->abort) != 0;
 }
 
-// Tells the host why this step ends early, unless somebody else has, and makes all workers leave.
+// Reports to the host why this step ends early, unless another worker did, and makes all workers leave.
 inline void fail(const Launch& launch, Failure failure, int worker, int task, int stage, int event, int64_t value,
                  int64_t limit, int dimension = 0) {
   Report& report = *launch.report;
@@ -163,7 +162,7 @@ inline void fail(const Launch& launch, Failure failure, int worker, int task, in
   protocol::store_release(report.abort, uint32_t{1});
 }
 
-// True when the index may be used for that dimension of a table. `given` is what the user wrote for it.
+// Returns whether the index is valid for that dimension of a table. `given` is the user's value, for the message.
 ARK_INLINE bool index_fits(const Context& context, int64_t index, int64_t limit, int64_t given, int dimension) {
   if (static_cast<uint64_t>(index) < static_cast<uint64_t>(limit)) return true;
   fail(*context.launch, Failure::index_too_large, context.worker, context.task, context.stage, -1, given, limit,

@@ -1,25 +1,25 @@
-// The loop that a worker runs: its queue of tasks, from the plan's tables, once through; in resident mode (a multi-step
-// plan) `steps` times, until a task has said stop.
+// The loop that a worker runs: its queue of tasks from the plan's tables, once; in resident mode (a multi-step plan)
+// `steps` times, or until a task says stop.
 //
-// A step. The host fills in a Launch, wakes the workers, and every one of them calls run_worker with its number. A task
-// waits for its events, runs, and bumps the events that others wait for. Tables and functions are constants of the
-// generated source; whatever differs from run to run stands in the Launch.
-//
-// Memory order. A task's stores come before the bump of its events (a release), and a wait ends with an acquire load of
-// the count, so whoever has waited sees what the tasks before stored. A bump is a read-modify-write: all bumps of an
-// event are one release sequence, so the count that several tasks reached together orders behind each of them. Events
-// only grow: step s waits for s * threshold, so nothing is reset between steps. Two launches are ordered by the host,
-// which starts none before all workers have left the one before; that covers buffers written again, and counts after a
-// failed step, which the host may then set to zero. Two steps of one launch are ordered by what tasks carry: waits for
-// events of the step before, (s - 1) * threshold, which the plan's validator has found to be enough.
+// For a step the host fills in a Launch and wakes the workers, and each of them calls run_worker with its number. A
+// task waits for its events, runs, and signals the events that others wait for. Tables and functions are constants of
+// the generated source; what differs from run to run is in the Launch.
 #pragma once
 
 #include "cpu/wait.hpp"
 
 namespace ark::cpu {
 
-// One step. False when it ends early. Stamps cost a clock's reading at each turn; without them the loop has no trace of
-// them.
+// Memory order. A task's stores precede its signals (releases), and a wait ends with an acquire load of the count, so
+// the waiter sees what earlier tasks stored. A signal is a read-modify-write: all signals of an event form one release
+// sequence, so a count that several tasks reached together orders the waiter after each of them. Events only grow: step
+// s waits for s * threshold, so nothing is reset between steps. The host orders launches: it starts none before all
+// workers have left the previous one. That covers reused buffers, and counts after a failed step, which the host may
+// reset to zero. Steps of one launch are ordered by carried waits for events of the step before, (s - 1) * threshold,
+// which the plan's validator has checked.
+
+// Runs one step. Returns false if it ends early. Stamps read the clock several times per task; without them the loop
+// contains no trace of them.
 template <bool stamped>
 inline bool run_step(const Launch& launch, const Tables& tables, Context& context, Progress& progress) {
   const int worker = context.worker;

@@ -1,10 +1,10 @@
 // Elementary functions on 16 lanes of float32.
 //
-// Written out, since libm's take one number at a time, and without -ffast-math: infinities and NaN are values (masks
-// are made of -inf). Largest error found over all of the range, in units of the last place and checked against double
-// by tests/csrc/compiler/emit/cpu_math_test.cpp: exp 1, log 1, tanh 1.5, erf 1, sin and cos 1.5, sigmoid 2.5, rsqrt
-// 1.5; libm's own for those that call it lane by lane. A number of a row goes through the same code as 16 lanes do, so
-// that it does not matter for the bits which of the two a value is.
+// They are implemented here, since libm's take one number at a time, and without -ffast-math, since infinities and NaN
+// are valid values (masks contain -inf). Largest errors over the whole range in ulp, checked against double by
+// tests/csrc/compiler/emit/cpu_math_test.cpp: exp 1, log 1, tanh 1.5, erf 1, sin and cos 1.5, sigmoid 2.5, rsqrt 1.5;
+// libm's own for functions that call it lane by lane. A per-row number uses the same code as 16 lanes, so a value's
+// bits do not depend on which of the two it is.
 #pragma once
 
 #include "cpu/types.hpp"
@@ -13,7 +13,7 @@ namespace ark::cpu {
 
 using Doubles = double __attribute__((vector_size(kLanes * 8)));
 
-// Applies a function of one number to each lane; the compiler makes vector instructions of it where there are some.
+// Applies a scalar function to each lane; the compiler vectorizes it where it can.
 template <class Function>
 ARK_INLINE Floats lanewise(Floats x, Function&& function) {
   float lanes[kLanes];
@@ -47,7 +47,7 @@ ARK_INLINE Floats ceil(Floats x) {
 ARK_INLINE Floats trunc(Floats x) {
   return lanewise(x, [](float one) { return __builtin_truncf(one); });
 }
-// To the even one of two that are as near.
+// Rounds halves to even.
 ARK_INLINE Floats round(Floats x) {
   return lanewise(x, [](float one) { return __builtin_nearbyintf(one); });
 }
@@ -59,15 +59,15 @@ ARK_INLINE Floats copysign(Floats x, Floats y) {
   return same_bits<Floats>((same_bits<Words>(x) & 0x7fffffffu) | (same_bits<Words>(y) & 0x80000000u));
 }
 
-// 2^n for n in [-252, 254], in two factors so that subnormal results round once.
+// x * 2^n for n in [-252, 254], in two factors so that subnormal results round once.
 ARK_INLINE Floats scale(Floats x, Shorts n) {
   const Shorts half = n >> 1;
   return x * same_bits<Floats>((half + 127) << 23) * same_bits<Floats>((n - half + 127) << 23);
 }
 
-// exp(x) = 2^n exp(r), |r| <= ln 2 / 2; the polynomial is Cephes'.
+// exp(x) = 2^n exp(r), |r| <= ln 2 / 2; the polynomial is from Cephes.
 ARK_INLINE Floats exp(Floats x) {
-  // Beyond these the result is infinity or 0; NaN passes both comparisons by.
+  // Beyond these bounds the result is infinity or 0; NaN fails both comparisons.
   const Floats bounded = x > 89.0f ? splat(89.0f) : x < -104.0f ? splat(-104.0f) : x;
   const Floats magic = splat(0x1.8p23f);  // adding it leaves the nearest integer in the low bits
   const Floats shifted = bounded * 1.44269504088896341f + magic;
@@ -83,7 +83,7 @@ ARK_INLINE Floats exp(Floats x) {
   return scale(p, same_bits<Shorts>(shifted) - same_bits<Shorts>(magic));
 }
 
-// log(x) = n ln 2 + log(m), m in [sqrt(1/2), sqrt(2)); the polynomial is Cephes'.
+// log(x) = n ln 2 + log(m), m in [sqrt(1/2), sqrt(2)); the polynomial is from Cephes.
 ARK_INLINE Floats log(Floats x) {
   const Mask subnormal = x < 0x1p-126f;
   const Floats normal = subnormal ? x * 0x1p23f : x;
@@ -126,7 +126,7 @@ ARK_INLINE Floats tanh(Floats x) {
   const Floats small = p * z * x + x;
   const Floats magnitude = abs(x);
   const Floats large = 1.0f - 2.0f / (exp(magnitude + magnitude) + 1.0f);
-  return copysign(magnitude < 0.625f ? small : large, x);  // of zero, too
+  return copysign(magnitude < 0.625f ? small : large, x);  // also for zero
 }
 
 // N. Juffa's polynomials: erf near 0, 1 - exp(polynomial) elsewhere.
@@ -151,7 +151,7 @@ ARK_INLINE Floats erf(Floats x) {
   return t > 0.921875f ? copysign(far, x) : near;  // NaN: near
 }
 
-// x - n pi/2 in double, so that arguments of rotary embeddings at any position keep all their bits.
+// x - n pi/2, computed in double, so that rotary embeddings keep all bits at any position.
 struct Quarter {
   Floats rest;  // in [-pi/4, pi/4]
   Shorts turns;
@@ -164,7 +164,8 @@ ARK_INLINE Quarter quarter_turns(Floats x) {
   const Doubles rest = (wide - n * 0x1.921fb54400000p+0) - n * 0x1.0b4611a626331p-34;
   return {__builtin_convertvector(rest, Floats), __builtin_convertvector(same_bits<Ints>(shifted), Shorts)};
 }
-inline constexpr float kLargestAngle = 0x1p20f;  // n has 20 bits, so n times the first 33 of pi/2 is exact; above: libm
+inline constexpr float kLargestAngle = 0x1p20f;  // n has 20 bits, so n times the first 33 bits of pi/2 is exact; larger
+                                                 // angles use libm
 
 ARK_INLINE Floats sine_or_cosine(Floats x, int quarter) {
   const Quarter q = quarter_turns(x);
@@ -188,14 +189,14 @@ ARK_INLINE bool any_of(Mask mask) {
 }
 ARK_INLINE Floats sin(Floats x) {
   if (any_of(~(abs(x) < kLargestAngle))) return lanewise(x, [](float one) { return __builtin_sinf(one); });
-  return x == 0.0f ? x : sine_or_cosine(x, 0);  // which loses the sign of zero
+  return x == 0.0f ? x : sine_or_cosine(x, 0);  // sine_or_cosine() loses the sign of zero
 }
 ARK_INLINE Floats cos(Floats x) {
   if (any_of(~(abs(x) < kLargestAngle))) return lanewise(x, [](float one) { return __builtin_cosf(one); });
   return sine_or_cosine(x, 1);
 }
 
-// Seldom used: libm, lane by lane.
+// Rarely used: libm, lane by lane.
 #define ARK_LANEWISE(name)                                                  \
   ARK_INLINE Floats name(Floats x) {                                        \
     return lanewise(x, [](float one) { return __builtin_##name##f(one); }); \
@@ -213,7 +214,7 @@ ARK_LANEWISE(asinh)
 ARK_LANEWISE(acosh)
 ARK_LANEWISE(atanh)
 #undef ARK_LANEWISE
-// Those of float are off by up to 2 units, and PyTorch's are not.
+// The float versions are off by up to 2 ulp, PyTorch's are not.
 #define ARK_LANEWISE_IN_DOUBLE(name)                                                                 \
   ARK_INLINE Floats name(Floats x) {                                                                 \
     return lanewise(x, [](float one) { return static_cast<float>(__builtin_##name(double{one})); }); \

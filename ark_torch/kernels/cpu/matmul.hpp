@@ -1,13 +1,10 @@
 // Matrix products of a tile: out[r, c] = sum over d of a[r, d] b[d, c] (+ bias[r, c]), accumulated in float32.
 //
-// Two kernels. Where b's depth is adjacent (weights [N, K] seen transposed) 16 lanes run along the depth, a tile of
-// rows times columns of accumulators is kept in registers, and lanes are added at the end. Elsewhere 16 lanes are 16
-// columns and the depth is walked one by one, kDepthBlock of it at a time: sums of blocks are added up, or a deep
-// product would lose a digit to one long chain of additions. Either way an element's sum has one order, whatever tile
-// it is computed in: bits depend neither on the number of workers nor on how many rows there are.
-//
-// One row is bound by memory: b is read once, in as many streams as hardware prefetchers follow. With many rows a block
-// of them stays in the second-level cache while b passes by, and each element of b that was loaded serves several rows.
+// There are two kernels. If b is contiguous along the depth (weights [N, K], transposed), 16 lanes are along the depth,
+// a tile of accumulators is kept in registers, and lanes are added at the end. Otherwise 16 lanes are 16 columns and
+// the depth is walked in blocks of kDepthBlock whose sums are added, since one long chain of additions would lose a
+// digit. An element's sum has the same order in any tile: bits depend neither on the number of workers nor on the
+// number of rows.
 #pragma once
 
 #include "cpu/reduce.hpp"
@@ -15,6 +12,10 @@
 #include "protocol/base.hpp"
 
 namespace ark::cpu {
+
+// With one row the product is bound by memory: b is read once, in as many streams as hardware prefetchers follow. With
+// many rows a block of them stays in the second-level cache while b passes, and each loaded element of b serves
+// several.
 
 // Strides in elements.
 struct Product {
@@ -60,8 +61,8 @@ ARK_INLINE void dot_tile(const Product& s, const float* a, int64_t a_row, const 
     ARK_UNROLL for (int r = 0; r < Rows; ++r) x[r] = load_wide(a + r * a_row + d, lanes);
     ARK_UNROLL for (int c = 0; c < Columns; ++c) {
       const Wide w = load_wide(weights + c * s.b_column + d, lanes);
-      // With few rows memory is the limit, and hardware prefetchers stop at the end of a column: ask for the same place
-      // of the columns that come next.
+      // With few rows memory is the limit, and hardware prefetchers stop at the end of a column: prefetch the same
+      // depth of the next columns.
       if (Rows <= 4) __builtin_prefetch(weights + (c + Columns) * s.b_column + d, 0, 2);
       ARK_UNROLL for (int r = 0; r < Rows; ++r) add_product(total[r][c], x[r], w);
     }
@@ -70,7 +71,7 @@ ARK_INLINE void dot_tile(const Product& s, const float* a, int64_t a_row, const 
       finish_one(s, out, bias, r0 + r, c0 + c, sum_of(narrow(total[r][c])));
 }
 
-// Lanes along the columns, `Vectors` times 16 of them; the last vector may be a part.
+// Lanes along the columns, `Vectors` times 16; the last vector may be partial.
 template <int Rows, int Vectors, class B, class Out, class Bias, class Last>
 ARK_INLINE void outer_tile(const Product& s, const float* a, int64_t a_row, const B* b, Out* out, const Bias* bias,
                            int64_t r0, int64_t c0, Last last) {
@@ -101,8 +102,8 @@ ARK_INLINE void outer_tile(const Product& s, const float* a, int64_t a_row, cons
         finish_one(s, out, bias, r0 + r, c0 + v * kLanes + lane, narrow(total[r][v])[lane]);
 }
 
-// Lanes along adjacent columns, few rows: rows of b are read in long runs, four at a time, and sums wait in the
-// first-level cache meanwhile. An element's sum has the order that outer_tile gives it.
+// Lanes along contiguous columns, few rows: rows of b are read in long runs, four at a time, and sums stay in the
+// first-level cache. An element's sum has the same order as in outer_tile.
 template <int Rows, class B, class Out, class Bias>
 ARK_INLINE void outer_runs(const Product& s, const float* a, int64_t a_row, const B* b, Out* out, const Bias* bias,
                            int64_t r0, int64_t c0, int64_t c1) {
@@ -145,7 +146,7 @@ ARK_INLINE void outer_runs(const Product& s, const float* a, int64_t a_row, cons
   }
 }
 
-// All columns for the rows that a tile has, one after the other.
+// All columns for a tile's rows, one tile after the other.
 template <int Rows, bool kRuns, class B, class Out, class Bias>
 inline void row_group(const Product& s, const float* a, int64_t a_row, const B* b, Out* out, const Bias* bias,
                       int64_t r0, int64_t c0, int64_t c1) {
@@ -164,13 +165,13 @@ inline void row_group(const Product& s, const float* a, int64_t a_row, const B* 
   }
 }
 
-// Rows [r0, r1) and columns [c0, c1). MostRows bounds r1 - r0: code for more rows is not even made. `scratch` holds
+// Rows [r0, r1) and columns [c0, c1). MostRows bounds r1 - r0, and no code is generated for more. `scratch` has
 // product_scratch bytes.
 template <int64_t MostRows, class A, class B, class Out, class Bias>
 ARK_INLINE void product(const Product& s, const A* a, const B* b, Out* out, const Bias* bias, int64_t r0, int64_t r1,
                         int64_t c0, int64_t c1, char* scratch) {
-  // Columns of b that a block of rows passes over together: they stay in the first-level cache. With few rows rows of
-  // b are read in runs as long as can be.
+  // The columns of b that pass a block of rows together, so that they stay in the first-level cache. With few rows,
+  // rows of b are read in runs as long as possible.
   constexpr bool kFew = MostRows <= 4;
   const int64_t pass = MostRows == 1 || (kFew && s.b_depth != 1) ? int64_t{1} << 62
                        : s.b_depth == 1                          ? kTileColumns

@@ -1,5 +1,5 @@
-// What the costs of a machine are measured with (csrc/compiler/runtime/measure.cpp): the inner loops of the kernels
-// that plans call, as tasks, and no more, since a compiler spends its time on whatever else stands here.
+// The tasks that measure a machine's costs (csrc/compiler/runtime/measure.cpp): just the inner loops of the kernels
+// that plans call, since anything more would add to the compile time.
 #pragma once
 
 #include "cpu/matmul.hpp"
@@ -36,7 +36,7 @@ ARK_MEASURED void ark_measured_row(const ark::cpu::Context&, char* const* p, int
                           static_cast<const NoBias*>(nullptr), 0, c);
 }
 
-// A block of rows times the same: bound by arithmetic.
+// A block of rows times the same matrix: bound by arithmetic.
 ARK_MEASURED void ark_measured_block(const ark::cpu::Context&, char* const* p, int64_t begin, int64_t end) {
   using namespace ark::cpu;
   const auto *a = reinterpret_cast<const float*>(p[0]), *b = reinterpret_cast<const float*>(p[1]);
@@ -46,7 +46,7 @@ ARK_MEASURED void ark_measured_block(const ark::cpu::Context&, char* const* p, i
                                         reinterpret_cast<float*>(p[2]), static_cast<const NoBias*>(nullptr), r, c);
 }
 
-// A pointwise operator with little to compute: two operands read, one result written.
+// A pointwise operator with little arithmetic: reads two operands, writes one result.
 ARK_MEASURED void ark_measured_add(const ark::cpu::Context&, char* const* p, int64_t begin, int64_t end) {
   using namespace ark::cpu;
   const auto *a = reinterpret_cast<const float*>(p[0]), *b = reinterpret_cast<const float*>(p[1]);
@@ -65,7 +65,7 @@ ARK_MEASURED void ark_measured_gelu(const ark::cpu::Context&, char* const* p, in
   });
 }
 
-// One number: what is left is what any task costs.
+// One number: measures the overhead of a task.
 ARK_MEASURED void ark_measured_nothing(const ark::cpu::Context&, char* const* p, int64_t, int64_t) {
   *reinterpret_cast<float*>(p[2]) = *reinterpret_cast<const float*>(p[0]);
 }

@@ -1,7 +1,7 @@
-// Pointwise operators of a plan on 16 lanes, by the names that a plan uses, and conversions between kinds of lanes.
+// A plan's pointwise operators on 16 lanes, by the names that plans use, and conversions between lane types.
 //
-// What PyTorch's eager operators do at the edges holds here: NaN goes through maximum and minimum, remainder has the
-// divisor's sign, a cast of a float to an integer truncates, and gives the least integer for NaN and what does not fit.
+// Edge cases follow PyTorch's eager operators: maximum and minimum propagate NaN, remainder has the divisor's sign, a
+// cast from float to integer truncates, and gives the least integer for NaN and out-of-range values.
 #pragma once
 
 #include "cpu/math.hpp"
@@ -56,7 +56,7 @@ ARK_INLINE bool one(Mask x) {
   return x[0] != 0;
 }
 
-// Rounds to a narrower type, staying in lanes.
+// Rounds to a narrower type, but stays in the same lanes.
 ARK_INLINE Floats round_to(Floats x, bf16 type) {
   return widen(narrow(x, type), type);
 }
@@ -151,7 +151,7 @@ ARK_INLINE Ints minimum(Ints x, Ints y) {
 ARK_INLINE Ints relu(Ints x) {
   return x < 0 ? Ints{} : x;
 }
-// Rounding leaves whole numbers alone.
+// Rounding does not change integers.
 ARK_INLINE Ints floor(Ints x) {
   return x;
 }
@@ -167,7 +167,7 @@ ARK_INLINE Ints round(Ints x) {
 ARK_INLINE Ints sign(Ints x) {
   return (x < 0) - (x > 0);
 }
-// Of whole numbers, as PyTorch's: what does not fit wraps around, and 1 over anything but 1 and -1 is 0.
+// Integers as in PyTorch: overflow wraps around, and the reciprocal of any integer but 1 and -1 is 0.
 ARK_INLINE Ints pow(Ints x, Ints y) {
   using Wrapping = uint64_t __attribute__((vector_size(kLanes * 8)));
   Wrapping result = Wrapping{} + 1, base = same_bits<Wrapping>(x);
@@ -182,7 +182,7 @@ ARK_INLINE Ints pow(Ints x, Ints y) {
   const Ints inverse = x == 1 ? Ints{} + 1 : x == -1 ? 1 - 2 * (y & 1) : Ints{};
   return y < 0 ? inverse : same_bits<Ints>(result);
 }
-// Whole numbers are never divided by 0: plans divide them by a literal alone. The least of all by -1 would trap.
+// Never by 0: plans divide integers by literals only. The least integer divided by -1 would trap.
 ARK_INLINE Ints quotient_of(Ints x, Ints y) {
   using Wrapping = uint64_t __attribute__((vector_size(kLanes * 8)));
   const Ints quotient = x / (y == -1 ? Ints{} + 1 : y);

@@ -1,8 +1,8 @@
-// Reductions of a row: 16 running results, one a lane, put together at the end in an order that never changes.
+// Reductions of a row: 16 running results, one per lane, combined at the end in a fixed order.
 //
-// Which lane a column falls into depends on its position alone, and a row is reduced by one task, so the bits do not
-// depend on tiles or workers. Each is used as: add() for every 16 columns, then result(), which all lanes hold; where
-// lanes are rows, add() for every column, then each().
+// A column's lane depends only on its position, and one task reduces a row, so bits do not depend on tiles or workers.
+// Usage: add() for every 16 columns, then result(), which is in all lanes; if lanes are rows, add() for every column,
+// then each().
 #pragma once
 
 #include <type_traits>
@@ -11,7 +11,7 @@
 
 namespace ark::cpu {
 
-// Halves are combined until one lane is left: 8 with 8, 4 with 4, ...
+// Combines halves until one lane is left: 8 with 8, 4 with 4, ...
 template <class Lanes, class Combine>
 ARK_INLINE auto fold(const Lanes& lanes, Combine&& combine) {
   std::remove_cvref_t<decltype(lanes[0])> all[kLanes];
@@ -20,7 +20,7 @@ ARK_INLINE auto fold(const Lanes& lanes, Combine&& combine) {
     for (int i = 0; i < half; ++i) all[i] = combine(all[i], all[i + half]);
   return all[0];
 }
-// The order of fold, and its bits, in registers.
+// The same order and bits as fold, in registers.
 ARK_INLINE float sum_of(Floats x) {
   using Four = float __attribute__((vector_size(16)));
 #if defined(__AVX__)
@@ -67,8 +67,8 @@ struct Sum {
   ARK_INLINE Lanes each() const { return total; }
 };
 
-// In blocks, whose sums are added with what each addition rounds away (Knuth's two-sum): the error of a long sum does
-// not grow with its length.
+// Adds in blocks, and adds the blocks' sums with a compensation for what each addition rounds away (Knuth's two-sum):
+// the error of a long sum does not grow with its length.
 template <>
 struct Sum<Floats> {
   static constexpr int kBlock = 64;
@@ -99,11 +99,11 @@ struct Sum<Floats> {
   }
 
  private:
-  // Of infinities nothing is lost, and the difference of two is a NaN.
+  // The compensation is NaN if a sum is infinite; then it is ignored.
   ARK_INLINE Floats lost_here() const { return lost == lost ? lost : Floats{}; }
 };
 
-// The greatest; a NaN is greater than all.
+// The maximum; NaN is greater than all.
 template <class Lanes>
 struct Greatest;
 template <>
@@ -132,7 +132,7 @@ struct Greatest<Ints> {
   ARK_INLINE Ints each() const { return best; }
 };
 template <>
-struct Greatest<Mask> {  // of booleans: whether any is true
+struct Greatest<Mask> {  // for booleans: whether any is true
   Mask some{};
   template <class Count>
   ARK_INLINE void add(Mask x, Count lanes) {
@@ -142,7 +142,7 @@ struct Greatest<Mask> {  // of booleans: whether any is true
   ARK_INLINE Mask each() const { return some; }
 };
 
-// The least; a NaN is less than all.
+// The minimum; NaN is less than all.
 template <class Lanes>
 struct Least {
   Greatest<Lanes> negated;
@@ -151,7 +151,7 @@ struct Least {
     if constexpr (std::is_same_v<Lanes, Floats>)
       negated.add(-x, lanes);
     else
-      negated.add(~x, lanes);  // turns the order of integers around, and so does it for booleans
+      negated.add(~x, lanes);  // reverses the order of integers, and of booleans
   }
   ARK_INLINE Lanes result() const {
     if constexpr (std::is_same_v<Lanes, Floats>)
@@ -167,7 +167,7 @@ struct Least {
   }
 };
 
-// Where the greatest is; of equals the first. A NaN is greater than all.
+// The position of the maximum; of equals, the first. NaN is greater than all.
 template <class Lanes>
 struct WhereGreatest {
   Lanes best{};

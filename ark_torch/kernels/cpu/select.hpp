@@ -1,9 +1,9 @@
-// The k greatest of a row, whole rows in order, and running sums.
+// The k largest elements of a row, whole rows in order, and running sums.
 //
-// Which of several equals topk names is not said by PyTorch; here it is the one that its own CPU kernel names, because
-// the same algorithms of the same standard library are run on the same pairs: partial_sort where k is small beside the
-// row, nth_element and sort of what lies before it elsewhere. NaN is greater than all. A stable order is a plain sort
-// by value, then place.
+// PyTorch does not specify which of several equal elements topk selects. This selects the same ones as its CPU kernel,
+// by running the same algorithms of the same standard library on the same pairs: partial_sort if k is small compared
+// with the row, else nth_element and a sort of what precedes it. NaN is greater than all. A stable order is a plain
+// sort by value, then position.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,7 @@ ARK_INLINE bool comes_first(V x, V y) {
     return (x == x && y != y) || x < y;
 }
 
-// Writes the places of the k first of n. `scratch` holds 16 bytes for each of n.
+// Writes the positions of the first k of n. `scratch` has 16 bytes for each of n.
 template <bool kLargest, bool kStable, class T>
 inline void select_row(const T* x, int64_t stride, int64_t n, int64_t* out, int64_t out_stride, int64_t k,
                        char* scratch) {
@@ -56,7 +56,7 @@ inline void select_row(const T* x, int64_t stride, int64_t n, int64_t* out, int6
   for (int64_t i = 0; i < k; ++i) out[i * out_stride] = row[i].place;
 }
 
-// out[i] = x[0] + ... + x[i], or the product; added up wide, rounded each.
+// out[i] = x[0] + ... + x[i], or the product; accumulated in a wide type, each result rounded.
 template <bool kProduct, class T, class Out>
 inline void scan_row(const T* x, int64_t stride, Out* out, int64_t out_stride, int64_t n) {
   using V = std::conditional_t<std::is_same_v<Out, float> || std::is_same_v<Out, bf16> || std::is_same_v<Out, f16>,

@@ -1,9 +1,9 @@
-// Types of the CPU's device library: elements as they lie in memory, and vectors of lanes as they are computed with.
+// Types of the CPU's device library: elements in memory, and the vectors of lanes in which they are computed.
 //
-// A vector is GCC's and clang's extension, so one text serves every instruction set: 16 lanes of float, or 8 with AVX,
-// where GCC has no registers for more and would keep every vector in memory; with SSE or NEON it does. What says 16 in
-// comments means the lanes of a vector. Floating types compute as Floats, integers as Ints (64 bits),
-// bool as Mask (32-bit lanes of all ones or all zeros, which is what a comparison of Floats gives).
+// Vectors are the extension of GCC and clang, so the same text serves every instruction set: 16 lanes of float, or 8
+// with AVX, since GCC keeps vectors wider than a register in memory (with SSE or NEON, too: wide.hpp). Comments that
+// say 16 mean a vector's lanes. Floating types compute as Floats, integers as Ints (64 bits), bool as Mask (32-bit
+// lanes of all ones or all zeros, the result of a comparison of Floats).
 #pragma once
 
 #include <cstdint>
@@ -11,16 +11,17 @@
 #include <limits>
 #include <type_traits>
 
-// The headers of intrinsics take longer to read than all of this library: builtins where both compilers have them.
+// The intrinsics' headers take longer to compile than this whole library, so builtins are used where both compilers
+// have them.
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
-// Vectors are only passed between functions of this library that are inlined: no ABI is involved.
+// Vectors are passed only between inlined functions of this library, so no ABI is involved.
 #pragma GCC diagnostic ignored "-Wpsabi"
 
 #define ARK_INLINE inline __attribute__((always_inline))
-#define ARK_BODY __attribute__((always_inline))  // of lambdas that are called for whole vectors and for the tail
+#define ARK_BODY __attribute__((always_inline))  // for lambdas called both for whole vectors and for the tail
 
 namespace ark::cpu {
 
@@ -40,7 +41,7 @@ using Halves = uint16_t __attribute__((vector_size(kLanes * 2)));
 using Shorts = int32_t __attribute__((vector_size(kLanes * 4)));
 using Bytes = uint8_t __attribute__((vector_size(kLanes)));
 
-// Elements in memory that C++ has no type for.
+// Element types that C++ lacks.
 struct bf16 {
   uint16_t bits;
 };
@@ -54,7 +55,7 @@ struct e4m3 {
 inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
-// How many lanes of a vector count: all of them, known to the compiler, or the first `count`.
+// How many lanes of a vector count: all of them, a compile-time constant, or the first `count`.
 struct All {};
 struct First {
   int count;

@@ -1,8 +1,8 @@
-// Loads and stores of 16-lane vectors from and to every element type, whole or only the first lanes, adjacent, strided
-// or broadcast.
+// Loads and stores of 16-lane vectors from and to every element type: whole or only the first lanes, contiguous,
+// strided or broadcast.
 //
-// Rounding is to nearest, ties to even; a NaN stays one (quiet). Lanes that do not count are loaded as zero, never
-// read, and never written: a tail may end at the last byte of a page.
+// Rounding is to nearest even; NaN stays NaN (quiet). Lanes that do not count are loaded as zero without reading
+// memory, and never written: a tail may end at the last byte of a page.
 #pragma once
 
 #include "cpu/types.hpp"
@@ -40,7 +40,7 @@ ARK_INLINE Halves narrow(Floats x, f16) {
   return same_bits<Halves>(__builtin_ia32_vcvtps2ph256(same_bits<HalfFloats>(x), kToNearest));
 }
 #else
-// A float's exponent has 127 for 1, a half's 15. Multiplying by 2^112 moves the one to the other, subnormals included.
+// The exponent bias is 127 for float, 15 for half. Multiplying by 2^112 converts between them, including subnormals.
 ARK_INLINE Floats widen(Halves bits, f16) {
   const Words wide = __builtin_convertvector(bits, Words);
   const Words magnitude = (wide & 0x7fffu) << 13;
@@ -53,7 +53,7 @@ ARK_INLINE Halves narrow(Floats x, f16) {
   const Words bits = same_bits<Words>(x);
   const Words sign = (bits >> 16) & 0x8000u;
   const Words magnitude = bits & 0x7fffffffu;
-  // Normal halves: 13 bits go, rounded to even, and the exponent is moved; what rounds up past 65504 becomes infinity.
+  // Normal halves: drop 13 bits, rounded to even, and adjust the exponent; what rounds above 65504 becomes infinity.
   const Words normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - 0x38000000u) >> 13;
   // Subnormal halves: adding 0.5 leaves the rounded multiple of 2^-24 in the low bits.
   const Words small = same_bits<Words>(same_bits<Floats>(magnitude) + 0.5f) - 0x3f000000u;
@@ -87,7 +87,7 @@ ARK_INLINE int64_t load_one(const int8_t* p) {
 ARK_INLINE int64_t load_one(const uint8_t* p) {
   return *p;
 }
-// Any byte but 0 is true, as PyTorch reads it.
+// Any byte but 0 is true, as in PyTorch.
 ARK_INLINE bool load_one(const bool* p) {
   return *reinterpret_cast<const uint8_t*>(p) != 0;
 }
@@ -111,9 +111,9 @@ ARK_INLINE void store_one(bool* p, bool x) {
   *p = x;
 }
 
-// ---- Sixteen elements as they lie
+// ---- Sixteen contiguous elements
 
-// What 16 adjacent elements of T are as a vector, and the lanes that they become.
+// 16 contiguous elements of T as a vector, and the lanes that they become.
 ARK_INLINE Floats to_lanes(Floats raw, float) {
   return raw;
 }
@@ -213,10 +213,9 @@ ARK_INLINE void store(float* p, Floats x, First lanes) {
 }
 #endif
 
-// ---- Stores past all caches, for what nobody reads before as much else has passed as those hold
+// ---- Stores past all caches, for data that is not read before as much else has passed as the caches hold
 
-// Between stores past the caches and the release that publishes them: x86 orders these among other stores no more than
-// an explicit fence does.
+// Orders stores past the caches before the release that publishes them: on x86 only an explicit fence does that.
 ARK_INLINE void end_stores_past() {
 #if defined(__x86_64__)
   __builtin_ia32_sfence();
@@ -283,7 +282,7 @@ ARK_INLINE void store_past(T* p, Lanes x, First lanes) {
   store(p, x, lanes);
 }
 
-// ---- Elements `stride` apart
+// ---- Strided elements
 
 ARK_INLINE constexpr int count_of(All) {
   return kLanes;

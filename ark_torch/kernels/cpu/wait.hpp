@@ -1,8 +1,6 @@
-// A worker's wait for an event, and what it does meanwhile: it fetches what its next tasks read.
-//
-// Every wait has a bound: it spins, then yields its processor, looks at the abort word each time, and ends at the
-// deadline with a report of who waited and for what. The first report wins; it raises the abort word, so that all
-// leave.
+// A worker's wait for an event, during which it prefetches what its next tasks read. Every wait is bounded: it spins,
+// then yields its processor, checks the abort word each time, and ends at the deadline with a report of who waited and
+// for what. The first report wins and raises the abort word, so that all workers leave.
 #pragma once
 
 #include <sched.h>
@@ -20,13 +18,13 @@
 
 namespace ark::cpu {
 
-// Walks a queue's loads ahead of its tasks, a few cache lines at a time, and only while there is nothing else to do.
+// Prefetches a queue's loads ahead of its tasks, a few cache lines at a time, while there is nothing else to do.
 class Fetcher {
  public:
   Fetcher(const Launch& launch, const QueueEntry& queue, int worker, int64_t ahead)
       : launch_(launch), queue_(queue), worker_(worker), ahead_(ahead) {}
 
-  // What tasks before `position` read is of no use any more. The budget begins anew with each task.
+  // Skips loads of tasks before `position`, which are no longer useful. The budget restarts with each task.
   void reached(int position) {
     fetched_ = 0;
     while (next_ < queue_.load_count && queue_.loads[next_].position < position) {
@@ -59,15 +57,15 @@ class Fetcher {
   int64_t row_ = 0, byte_ = 0, fetched_ = 0;
 };
 
-// Where a worker is.
+// A worker's progress.
 struct Progress {
   uint64_t step;           // from 1
   uint64_t deadline_ns;    // of this step, on CLOCK_MONOTONIC; 0: none
-  uint64_t collective_ns;  // what collectives had taken when it began
+  uint64_t collective_ns;  // time that collectives had taken when the step began
   uint64_t asked_ns;       // when the host was last asked whether to end
 };
 
-// Asks the host, worker 0 alone and not often: it may need a lock of its own for the answer.
+// Asks the host, from worker 0 only and rarely, since the host may need a lock to answer.
 inline bool interrupted(const Launch& launch, int worker, Progress& progress) {
   if (launch.interrupted == nullptr || worker != 0) return false;
   const uint64_t now = now_ns();
@@ -78,12 +76,12 @@ inline bool interrupted(const Launch& launch, int worker, Progress& progress) {
   return true;
 }
 
-// False when the step ends early.
+// Returns false if the step ends early.
 inline bool await(const Launch& launch, const WaitFor& wait, uint64_t step, int worker, const TaskEntry& task,
                   Fetcher& fetcher, Progress& progress) {
   const uint64_t target = step * wait.threshold;
   const uint64_t& count = launch.events[wait.event].value;
-  // About 10 us of spinning, since tasks are short. Then others may have the processor: perhaps the one waited for.
+  // Spin for about 10 us, since tasks are short. Then yield, perhaps to the thread that is waited for.
   constexpr uint32_t kSpins = 200;
   for (uint32_t spin = 0; protocol::load_acquire(count) < target; ++spin) {
     if (aborted(launch)) return false;
@@ -92,7 +90,7 @@ inline bool await(const Launch& launch, const WaitFor& wait, uint64_t step, int 
       ARK_PAUSE();
       continue;
     }
-    // A collective may take long: no need for a processor's time.
+    // A collective may take long: stop using the processor.
     if (spin < 20 * kSpins) {
       sched_yield();
     } else {

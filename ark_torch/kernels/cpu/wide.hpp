@@ -1,7 +1,7 @@
-// Lanes as registers hold them: one vector with AVX-512 or AVX, four with SSE or NEON.
+// Vectors in the size of registers: one register with AVX-512 or AVX, four with SSE or NEON.
 //
-// GCC has no registers for a vector that is wider than the machine's: it keeps it in memory, and reads and writes it at
-// every use. So what a loop adds up in is Wide where the machine's vectors are narrower than Floats.
+// GCC keeps a vector wider than the machine's registers in memory, and reads and writes it at every use. So loops
+// accumulate in Wide, which consists of several vectors where registers are narrower than Floats.
 #pragma once
 
 #include "cpu/vector.hpp"

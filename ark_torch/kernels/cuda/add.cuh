@@ -1,6 +1,6 @@
-// Adds the contributions to one part that lie side by side in this GPU's memory: what is left for SMs when copy engines
-// carry the bytes. Rank order, float32, rounded once, as everywhere. Many small blocks, so that they fit between those
-// of other kernels; no waiting, no shared memory.
+// Adds the contributions to one part that are side by side in this GPU's memory: the work left for SMs when copy
+// engines carry the bytes. Sums are float32 in rank order, rounded once, as everywhere. Many small blocks fit between
+// those of other kernels; no waits, no shared memory.
 #pragma once
 
 #include "cuda/packet.cuh"
@@ -10,16 +10,16 @@ namespace ark::device {
 struct AddParams {
   const void* parts[kMaxRanks];  // rank r's contribution; out may be one of them
   void* out;
-  void* handed_out;  // null, or where peers fetch the sum; 16-byte aligned
+  void* handed_out;  // null, or the buffer from which peers fetch the sum; 16-byte aligned
   uint64 bytes;
-  uint32* progress;  // in host memory: grows with every launch, for whoever watches
+  uint32* progress;  // in host memory: incremented by every launch, for monitoring
   uint32 average;
   DType dtype;  // for GenericRule
   ReduceOp op;
   uint16 reserved;
 };
 
-inline constexpr int kAddUnits = 4;  // a thread, a blockDim apart
+inline constexpr int kAddUnits = 4;  // per thread, blockDim apart
 
 #if defined(__CUDACC__)
 
@@ -28,7 +28,7 @@ __device__ void add_parts(const AddParams& p, Rule rule) {
   if (blockIdx.x == 0 && threadIdx.x == 0) atomicAdd_system(p.progress, 1u);
   const uint64 units = (p.bytes + 15) / 16;
   const uint64 first = uint64{blockIdx.x} * blockDim.x * kAddUnits + threadIdx.x;
-  uint64 places = reinterpret_cast<uint64>(p.out);  // the others are aligned alike
+  uint64 places = reinterpret_cast<uint64>(p.out);  // the other buffers have the same alignment
   ARK_UNROLL
   for (int r = 0; r < kRanks; r++) places |= reinterpret_cast<uint64>(p.parts[r]);
   const bool aligned = (places & 15) == 0;

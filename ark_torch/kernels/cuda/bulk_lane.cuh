@@ -1,28 +1,10 @@
-// Rings in bulk: the copy engine (TMA) of a few SMs fills and empties the slots, one lane a block. Fewer bytes lie in
-// registers and more in shared memory than with rings of warps (ring.cuh), so 16 blocks fill a link that those need
-// 128 for: what computes beside keeps its SMs.
+// Bulk rings: the copy engines (TMA) of a few SMs fill and empty the slots, one lane per block. Bytes are in shared
+// memory instead of registers (ring.cuh), so 16 blocks fill a link for which warps need 128, and computation keeps SMs.
 //
-// A message goes in chunks of 8 KB: chunk i of block b is number i * blocks + b of the message, is step i of that
-// lane, and takes one of `depth` slots in the receiver's memory. Warps have one task each. A mover (bulk_pump()) loads
-// chunks into stages of shared memory some ahead of the oldest that it stores. It never stops for a fence: a telling
-// warp publishes what has been written and fetches credits.
-//
-// Ordering. Bytes are written when the storing thread's wait_group says so; it then stores the count of steps into
-// shared memory with release, the telling warp acquires it and stores `arrived` with release at system scope, which is
-// cumulative. The receiver acquires `arrived`; a fence between the proxies stands before its engine's loads. Credits:
-// the receiver gives them when the mbarrier says that the slot was read; the sender's telling warp acquires them.
-//
-// What the engine cannot move goes by ordinary accesses of the mover's warp: unaligned buffers of the user, and what
-// lies behind the last multiple of 16 bytes. Slots are aligned, and a chunk in a slot is padded.
-//
-// Pace. Lanes of one rank drift apart, and every one of them then reads and writes pages of its own: 32 lanes of 4 H200
-// took 35 ms for 1 GB instead of 6.7, and 2.5 ms for 256 MB instead of 1.35. So a mover that sends begins a window of
-// steps when every lane has begun the one before (BulkPace). It is a courtesy with a bound: where a lane's block is not
-// running yet, the others go on without it. It does not help 48 lanes and more there, which are slow from 64 MB on.
-//
-// Liveness. Waits for peers are bounded; whoever gives up sets the abort word, at which all other warps leave. A mover
-// that finds no room, or nothing to take, first stores and tells all it has. So of all warps that wait for a peer the
-// one with the lowest step goes on: a sender waits for steps `depth` before its own to be taken, a receiver for data.
+// A message is cut into chunks of 8 KB. Chunk i of block b is number i * blocks + b of the message, is step i of that
+// lane, and takes one of `depth` slots in the receiver's memory. Each warp has one task. A mover (bulk_pump()) loads
+// chunks into stages of shared memory several ahead of the oldest one that it stores. It never stops for a fence: a
+// telling warp publishes what is written and fetches credits.
 #pragma once
 
 #include "cuda/bulk_copy.cuh"
@@ -30,14 +12,32 @@
 
 namespace ark::device {
 
+// Memory order. Bytes are written once the storing thread's wait_group returns. It then stores the count of steps to
+// shared memory with release; the telling warp acquires it and stores `arrived` with a release at system scope, which
+// is cumulative. The receiver acquires `arrived`, and a proxy fence precedes its engine's loads. The receiver gives
+// credits when the mbarrier says that the slot was read; the sender's telling warp acquires them.
+//
+// The mover's warp uses ordinary accesses for what the engine cannot move: unaligned user buffers, and the bytes after
+// the last multiple of 16. Slots are aligned, and a chunk in a slot is padded.
+//
+// Pace. A rank's lanes drift apart, and then each of them touches its own pages, which makes large messages several
+// times slower (docs/measurements.md). So a sending mover starts a window of steps only when every lane has started the
+// one before (BulkPace). The wait is bounded: if a lane's block is not running yet, the others go on without it. With
+// 48 lanes and more it does not help from 64 MB on.
+//
+// No deadlock. Waits for peers are bounded; whoever gives up sets the abort word, on which all other warps leave. A
+// mover that finds no room, or nothing to take, first stores and publishes all it has. So of all warps that wait for a
+// peer, the one with the lowest step proceeds: a sender waits until steps `depth` before its own are taken, a receiver
+// for data.
+
 inline constexpr uint32 kBulkChunk = 8192;
 inline constexpr int kBulkStages = 27;
-inline constexpr uint32 kBulkSharedBytes = (kBulkStages + 1) * kBulkChunk;  // the last for barriers and words
+inline constexpr uint32 kBulkSharedBytes = (kBulkStages + 1) * kBulkChunk;  // the last one for barriers and words
 inline constexpr uint32 kMostRingBlocks = 64;
 
-// What of a message is this block's.
+// This block's part of a message.
 struct BulkShare {
-  uint64 bytes;  // of all
+  uint64 bytes;  // of the whole message
   uint32 block, blocks;
 
   ARK_HOST_DEVICE constexpr uint32 steps() const {
@@ -45,19 +45,19 @@ struct BulkShare {
     return chunks > block ? static_cast<uint32>((chunks - block + blocks - 1) / blocks) : 0;
   }
   ARK_HOST_DEVICE constexpr uint64 at(uint32 step) const { return (uint64{step} * blocks + block) * kBulkChunk; }
-  // 0 behind the last step.
+  // 0 after the last step.
   ARK_HOST_DEVICE constexpr uint32 size(uint32 step) const {
     const uint64 from = at(step);
     return from >= bytes ? 0 : bytes - from < kBulkChunk ? static_cast<uint32>(bytes - from) : kBulkChunk;
   }
 };
 
-// In shared memory, of the lanes of one set of rings: what a mover and its telling warp say to each other.
+// Communication between a mover and its telling warp, in shared memory, for the lanes of one set of rings.
 struct BulkWords {
   uint64 written;  // steps of this launch
   uint64 credit[kMaxRanks];
-  uint64 paced;  // windows of steps that every lane of this rank has begun in this launch
-  uint32 apart;  // bit r: rank r is not served by the ring; set before anything is written
+  uint64 paced;  // windows of steps that every lane of this rank has started in this launch
+  uint32 apart;  // bit r: rank r does not use the ring; set before anything is written
 };
 
 #if defined(__CUDACC__)
@@ -66,7 +66,7 @@ ARK_DEVICE_INLINE uint32 padded(uint32 bytes) {
   return (bytes + 15) & ~15u;
 }
 
-// A lane of one set of rings as one rank sees it.
+// A lane of one set of rings, as one rank sees it.
 struct BulkRing {
   const Rings& rings;
   uint32 lane;
@@ -79,7 +79,7 @@ struct BulkRing {
   __device__ __forceinline__ RingState* state(int peer) const {
     return reinterpret_cast<RingState*>(rings.arena[rings.rank] + rings.bulk.state) + at(peer);
   }
-  // Windows that a lane of this rank has begun in its life: in the state towards itself, which no message needs.
+  // Windows that a lane of this rank has ever started. Stored in the state towards itself, which no message needs.
   __device__ __forceinline__ uint64* pace(uint32 of) const {
     auto* const states = reinterpret_cast<RingState*>(rings.arena[rings.rank] + rings.bulk.state);
     return &states[static_cast<uint64>(rings.rank) * rings.bulk.lanes + of].sent;
@@ -95,7 +95,7 @@ struct BulkRing {
   }
 };
 
-// What a warp with a task of its own does. All functions are called by the whole warp.
+// The operations of a warp with its own task. The whole warp calls every function.
 class BulkWarp {
  public:
   __device__ __forceinline__ explicit BulkWarp(const Rings& rings) : rings_(rings) {}
@@ -103,10 +103,10 @@ class BulkWarp {
   __device__ __forceinline__ bool leads() const { return thread() == 0; }
   static __device__ __forceinline__ int thread() { return threadIdx.x & 31; }
 
-  // Counts a fruitless turn; true when it is time to leave. Without a peer only abort ends the wait.
+  // Counts a fruitless poll; returns true if the wait must be given up. Without a peer only abort ends the wait.
   __device__ __forceinline__ bool over(int peer) { return over(peer, rings_.limit_ns); }
   __device__ __forceinline__ bool over() { return over(rings_.rank, ~uint64{0} >> 1); }
-  // For what this block or the hardware does.
+  // Waits for this block or the hardware.
   __device__ __forceinline__ bool await(uint64* barrier, uint32 parity) {
     while (!__all_sync(~0u, barrier_passed_soon(barrier, parity))) {
       if (over()) return false;
@@ -114,7 +114,7 @@ class BulkWarp {
     return true;
   }
 
-  // Writes into a stage what the engine cannot load; says how many bytes it can.
+  // Copies to the stage what the engine cannot load. Returns the number of bytes that it can.
   __device__ __forceinline__ uint32 load_rest(char* stage, const char* from, uint32 bytes) const {
     const bool aligned = (reinterpret_cast<uint64>(from) & 15) == 0;
     const uint32 whole = aligned ? bytes & ~15u : 0;
@@ -133,7 +133,7 @@ class BulkWarp {
     barrier_expect(full, whole);
     if (whole != 0) bulk_load(stage, from, whole, full);
   }
-  // All of a chunk; the leader commits.
+  // Stores a whole chunk; the leader commits.
   __device__ __forceinline__ void store(char* to, const char* stage, uint32 bytes) const {
     const bool aligned = (reinterpret_cast<uint64>(to) & 15) == 0;
     const uint32 whole = aligned ? bytes & ~15u : 0;
@@ -146,7 +146,7 @@ class BulkWarp {
     }
   }
 
-  // So many steps are written once all groups that the leader has committed are, but for the last kPending.
+  // Publishes `steps` as written once all but the last kPending groups that the leader committed are.
   template <int kPending>
   __device__ __forceinline__ void publish(BulkWords& words, uint32 steps) {
     __syncwarp();
@@ -157,7 +157,7 @@ class BulkWarp {
     published_ = max(published_, steps);
     __syncwarp();
   }
-  // Until step `step` of this launch has a slot; it is `number` in the life of the ring to this peer.
+  // Waits for a slot for step `step` of this launch: step `number` of the ring to this peer, over all launches.
   __device__ __forceinline__ bool await_room(BulkWords& words, int peer, uint64 number, uint32 step) {
     const auto full = [&] { return __any_sync(~0u, number >= load_block(words.credit[peer]) + rings_.bulk.depth); };
     if (!full()) return true;
@@ -180,15 +180,15 @@ class BulkWarp {
   uint32 turns_ = 0, published_ = 0;
 };
 
-// A sending mover's steps, kept near to those of the other lanes of this rank. All of them count as many windows a
-// launch, however few steps they have, so that all counts are equal between launches.
+// Keeps a sending mover's steps close to those of this rank's other lanes. All lanes count the same number of windows
+// per launch, however few steps they have, so that all counts are equal between launches.
 class BulkPace {
  public:
-  // `base`: the lane's count before this launch; `most`: steps of the lane that has most.
+  // `base`: the lane's count before this launch; `most`: steps of the lane with the most.
   __device__ __forceinline__ BulkPace(const BulkRing& ring, BulkWords& words, uint64 base, uint32 most)
       : ring_(ring), words_(words), base_(base), windows_(most / kWindow + 1) {}
 
-  // Whether this step may begin. The whole warp gets the same answer.
+  // Whether this step may start. The whole warp gets the same answer.
   __device__ __forceinline__ bool may_begin(uint32 step) {
     const uint32 window = step / kWindow;
     if (window > begun_) tell(begun_ = window);
@@ -203,7 +203,7 @@ class BulkPace {
   }
   __device__ __forceinline__ void close() { tell(windows_); }
 
-  // The telling warp: what all lanes have begun since `base`.
+  // For the telling warp: updates what all lanes have started since `base`.
   static __device__ __forceinline__ void look(const BulkRing& ring, BulkWords& words, uint64 base) {
     uint32 least = ~0u;
     for (uint32 lane = BulkWarp::thread(); lane < ring.rings.bulk.lanes; lane += 32)
@@ -228,8 +228,8 @@ class BulkPace {
   uint32 begun_ = 0, allowed_ = 2;
 };
 
-// The telling warp's work: thread r tells peer r the steps that are written, of `steps` for it, until all are; and
-// fetches r's credits; also() is done in every turn. `total`: steps that the mover will publish.
+// The telling warp's work. Thread r tells peer r how many of its `steps` are written, until all are, and fetches r's
+// credits; also() is called in every iteration. `total`: steps that the mover will publish.
 template <class Also>
 __device__ __forceinline__ void bulk_tell(const BulkRing& ring, BulkWords& words, uint64 sent, uint32 steps,
                                           uint32 total, Also also) {
@@ -248,9 +248,9 @@ __device__ __forceinline__ void bulk_tell(const BulkRing& ring, BulkWords& words
   }
 }
 
-// Moves chunks 0 to count - 1 in order: ready(i), load(i, stage, barrier), store(i, stage), which says false to leave.
-// What is not ready is asked for again, with nothing held back meanwhile; waiting(i): true when it is time to leave.
-// Every store ends in one commit. False: left early; nothing is under way behind it in any case.
+// Moves chunks 0 to count - 1 in order. load(i, stage, barrier) starts a load; store(i, stage) returns false to stop.
+// If ready(i) is false it is asked again, while all loaded chunks are stored; waiting(i) returns true to give up. Every
+// store must end in one commit. Returns false if it stopped early. Nothing is in flight when it returns.
 template <uint32 kStages, class Ready, class Waiting, class Load, class Store>
 __device__ __forceinline__ bool bulk_pump(BulkWarp& warp, char (&stages)[kStages][kBulkChunk], uint64* full,
                                           uint32 count, Ready ready, Waiting waiting, Load load, Store store) {
@@ -261,7 +261,7 @@ __device__ __forceinline__ bool bulk_pump(BulkWarp& warp, char (&stages)[kStages
   while (stored < count && goes_on) {
     if (loaded < count && loaded < stored + kAhead) {
       if (ready(loaded)) {
-        // Of the stores before, all but the last ones have read their stages, this one's too.
+        // All but the last stores have read their stages, and with them this one.
         if (warp.leads()) bulk_wait_read<kStages - kAhead>();
         __syncwarp();
         load(loaded, stages[loaded % kStages], &full[loaded % kStages]);
@@ -278,7 +278,7 @@ __device__ __forceinline__ bool bulk_pump(BulkWarp& warp, char (&stages)[kStages
     if (goes_on) stored++;
   }
 #pragma unroll 1
-  for (; stored < loaded; stored++) {  // left early: the block's memory is given up when the loads are in it
+  for (; stored < loaded; stored++) {  // stopped early: wait for loads into the block's memory
     while (!barrier_passed(&full[stored % kStages], stored / kStages & 1)) {
     }
   }

@@ -1,12 +1,10 @@
-// Reductions by parts (two_shot.cuh: the same parameters, the same bits) over rings in bulk (bulk_lane.cuh): few
-// blocks, each a lane.
+// Reductions by parts (two_shot.cuh: same parameters, same bits) over bulk rings (bulk_lane.cuh): few blocks, one lane
+// each. The warps of a block: one contributes to every peer, one loads all contributions to this rank's part to stages
+// of shared memory, eight add, one hands the sums out, one takes results from every peer, and two tell, one per set of
+// rings. Results go to slots, or straight to the buffer that the peer has announced (landing.cuh).
 //
-// Warps of a block: one contributes to every peer, one loads all contributions to this rank's part into stages of
-// shared memory, eight add, one hands the sums out, one takes results from every peer, and two tell, one for each set
-// of rings. Results go into slots, or straight to where the peer has announced its registered buffer (landing.cuh).
-//
-// Liveness: takers wait for data alone; so adders, which wait for contributions and for takers' credits, go on; so
-// contributors do. In place: a result is stored over what it was added from, that is behind the loads of it.
+// No deadlock: takers wait for data only; so adders, which wait for contributions and for takers' credits, proceed; so
+// contributors do. In place: a result overwrites what it was added from only after that was loaded.
 #pragma once
 
 #include "cuda/bulk_lane.cuh"
@@ -33,7 +31,7 @@ struct alignas(128) BulkShared {
   uint64 sent_full[kMoved], taken_full[kMoved];
   BulkWords contributions, results;
 
-  // By one thread; a barrier of the block follows.
+  // Called by one thread; a barrier of the block must follow.
   __device__ __forceinline__ void prepare() {
     for (uint32 i = 0; i < kParts; i++) barrier_init(&parts_full[i], 1), barrier_init(&parts_empty[i], kBulkAdders);
     for (uint32 i = 0; i < kSums; i++) barrier_init(&sums_full[i], kBulkAdders), barrier_init(&sums_empty[i], 1);
@@ -49,11 +47,11 @@ class BulkTwoShot {
   using Shared = BulkShared<kRanks>;
   static_assert(sizeof(Shared) <= kBulkSharedBytes);
   static constexpr uint32 kPeers = kRanks - 1;
-  // Steps whose stores may be under way before the mover waits for the oldest: latency times bandwidth.
+  // Steps whose stores may be in flight before the mover waits for the oldest: latency times bandwidth.
   static constexpr uint32 kLag = kRanks <= 2 ? 6 : kRanks <= 4 ? 3 : 2;
 
  public:
-  // Counters are read before anybody moves them on.
+  // Reads the counters before anyone advances them.
   __device__ __forceinline__ BulkTwoShot(const TwoShotParams& params, Shared& memory)
       : p_(params),
         shared_(memory),
@@ -105,7 +103,7 @@ class BulkTwoShot {
               most_steps(0), [&] { BulkPace::look(contributions_, shared_.contributions, pace_); });
   }
 
-  // Every rank's part into a stage.
+  // Loads every rank's part to a stage.
   __device__ __forceinline__ void load() {
     const BulkShare mine = share(kRank);
     const uint32 steps = mine.steps();
@@ -138,7 +136,7 @@ class BulkTwoShot {
       return;
     }
 #pragma unroll 1
-    for (uint32 i = step - min(step, Shared::kParts); i < step; i++) {  // as in bulk_pump()
+    for (uint32 i = step - min(step, Shared::kParts); i < step; i++) {  // wait for loads in flight, as in bulk_pump()
       while (!barrier_passed(&shared_.parts_full[i % Shared::kParts], i / Shared::kParts & 1)) {
       }
     }
@@ -155,7 +153,7 @@ class BulkTwoShot {
     for (uint32 step = 0; step < steps; step++) {
       const uint32 in = step % Shared::kParts, out = step % Shared::kSums, units = padded(mine.size(step)) / 16;
       if (!warp_.await(&shared_.parts_full[in], step / Shared::kParts & 1)) return;
-      if (adder == 0 && peer_)  // the slots were read
+      if (adder == 0 && peer_)  // the slots have been read
         protocol::store_relaxed(*contributions_.credit(thread_, kRank), contribution_.received + step + 1);
       Unit sums[kUnits];
       ARK_UNROLL
@@ -245,7 +243,7 @@ class BulkTwoShot {
   __device__ __forceinline__ bool sends_to(int rank) const {
     return (p_.receivers >> rank & 1) != 0;
   }
-  // Steps of the longest of the parts of peers that are not `without`.
+  // Steps of the longest part of the peers that are not in `without`.
   __device__ __forceinline__ uint32 most_steps(uint32 without) const {
     return most_steps(without, blockIdx.x);
   }
@@ -257,25 +255,25 @@ class BulkTwoShot {
     }
     return most;
   }
-  // Chunks of a mover come step by step, in each a chunk for every peer, in the order in which ranks follow each other.
+  // A mover's chunks go step by step, one per peer in each step, in rank order starting after this rank.
   static __device__ __forceinline__ int receiver_of(uint32 chunk) {
     return (kRank + 1 + chunk % kPeers) % kRanks;
   }
   static __device__ __forceinline__ int sender_of(uint32 chunk) {
     return (kRank + kPeers - chunk % kPeers) % kRanks;
   }
-  // What the thread of a peer holds.
+  // The value held by the peer's thread.
   static __device__ __forceinline__ uint64 of_peer(uint64 held, int peer) {
     return __shfl_sync(~0u, held, peer);
   }
 
-  // `there`: steps that this thread knows to be there. Looks once; true if more than `number` are. Always with acquire:
-  // it empties a cache that nobody here uses.
+  // Polls once; returns true if more than `number` steps have arrived. `there`: steps known to this thread. Always
+  // acquires: that empties a cache which nothing here uses.
   __device__ __forceinline__ bool look(const uint64& arrived, uint64& there, uint64 number) const {
     if (there <= number) there = protocol::load_acquire(arrived);
     return there > number;
   }
-  // Until every peer's contribution to a step is there.
+  // Waits until every peer's contribution to the step has arrived.
   __device__ __forceinline__ bool await_parts(uint64& there, uint32 step) {
     const uint64 number = contribution_.received + step;
     if (__all_sync(~0u, !peer_ || there > number)) return true;
@@ -303,7 +301,7 @@ class BulkTwoShot {
     return true;
   }
   __device__ __forceinline__ bool hand_out_all(uint32 steps, uint64 lands) {
-    constexpr uint32 kUnread = Shared::kSums - 2;  // stores that may still read their stage
+    constexpr uint32 kUnread = Shared::kSums - 2;  // stores that may not have read their stage yet
     const BulkShare mine = share(kRank);
 #pragma unroll 1
     for (uint32 step = 0; step < steps; step++) {
@@ -363,7 +361,8 @@ class BulkTwoShot {
           const uint32 bytes = bytes_of(i);
           const uint64 number = number_of(i);
           if (bytes != 0) {
-            if (warp_.leads()) protocol::store_relaxed(*results_.credit(from, kRank), number + 1);  // the slot was read
+            // the slot has been read
+            if (warp_.leads()) protocol::store_relaxed(*results_.credit(from, kRank), number + 1);
             warp_.store(static_cast<char*>(p_.out[from]) + share(from).at(i / kPeers), stage, bytes);
           }
           if (warp_.leads()) bulk_commit();
@@ -376,7 +375,7 @@ class BulkTwoShot {
   const BulkRing contributions_, results_;
   BulkWarp warp_;
   const int thread_;
-  const bool peer_;  // this thread's number is a peer's: it holds what is that peer's
+  const bool peer_;  // whether this thread's number is a peer's rank; it then holds that peer's state
   RingState contribution_{}, result_{};
   uint64 pace_ = 0;
 };

@@ -1,10 +1,10 @@
-// Rings in chunks: a step's rows hold nothing but data, and a word beside the slots counts the steps that are there.
-// All of the link is data, for the price of a fence before each count: large messages.
+// Rings in chunks, for large messages: a step's rows hold only data, and a word beside the slots counts the steps that
+// have arrived. All of the link carries data, at the price of a fence before each count.
 //
-// Ordering: the sender's warp stores the rows; behind __syncwarp() its first thread stores the count with release at
-// system scope, which orders the stores of the whole warp (they happen before it by the barrier) before the count. The
-// receiver's first thread loads the count with acquire, and behind __syncwarp() the warp loads the rows. Waiting for
-// the release stops one warp of many.
+// Memory order: the sender's warp stores the rows. After __syncwarp() its first thread stores the count with a release
+// at system scope, which orders the whole warp's stores before the count (the barrier makes them happen before it). The
+// receiver's first thread loads the count with acquire, and after __syncwarp() the warp loads the rows. Waiting for the
+// release stalls one warp of many.
 #pragma once
 
 #include "cuda/ring.cuh"
@@ -55,13 +55,13 @@ struct Chunks {
 
   class Receiver : public ReceiverEnd {
    public:
-    // Loads a piece of the next step, or of the one `ahead` of it, if it is there.
+    // Loads a piece of the next step, or of the one `ahead` of it, if it has arrived.
     template <int kRows>
     __device__ __forceinline__ bool ask(const Piece<Chunks, kRows>& piece, int ahead, Unit (&raw)[kRows]) {
       const uint64 step = received_ + ahead;
       if (there_ <= step) {
         const uint64* const count = word<uint64>(rings_->rank, table_->arrived, peer_);
-        // A second and further look in vain is without acquire, which empties the cache of all warps beside.
+        // Repeated polls do not acquire, since that empties the cache of all other warps.
         if (thread_ == 0 && (!in_vain_ || load_word(count) > step))
           asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(there_) : "l"(count) : "memory");
         __syncwarp();
@@ -77,8 +77,8 @@ struct Chunks {
       }
       return true;
     }
-    // Waits for what ask() loaded: release() must not be issued before the values are here, and nothing else would hold
-    // it back. So a branch hangs on every value, one that is as good as never taken.
+    // Waits for the data that ask() loaded. release() must not be issued before, and nothing else would delay it, so a
+    // practically never taken branch depends on every value.
     template <int kRows>
     __device__ __forceinline__ bool arrived(const Piece<Chunks, kRows>&, bool loaded, const Unit (&raw)[kRows]) const {
       if (!loaded) return false;

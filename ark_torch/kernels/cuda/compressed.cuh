@@ -1,20 +1,10 @@
-// Quantisation by buckets on a GPU, and the sums of what ranks have quantised: the bytes of
-// csrc/collectives/compressed.
+// Quantization by buckets on a GPU, and sums of what ranks have quantized. The bytes are those of
+// csrc/collectives/compressed, bit for bit.
 //
-// compressed_encode: elements (and what a residual adds) to records. compressed_reduce: records of all ranks to one,
-// through float32 sums in rank order; compressed_sum: to elements. Each reads and writes memory once. All arithmetic is
-// protocol/quantize.hpp's, in PTX whose rounding is spelled out (cuda/formats.cuh), so a result does not depend on the
-// threads that make it.
-//
-// Records go to places of this GPU or of peers (fused/tiles.cuh): encode stores each bucket's where its owner adds
-// them, reduce stores the sums' on every rank.
-//
-// A launch has up to kMostPieces runs of buckets of one width, told in its parameters: nothing is copied to the device
-// before, and a captured launch keeps them. A team takes `run` neighbouring buckets and reads the next one's elements
-// before it codes this one's. Memory order: kernels follow one another on a stream; no thread waits for another but at
-// the team's barriers, which all of its threads reach.
-//
-// Elements behind a bucket's last one are its first one's again: they change neither scale nor sums.
+// compressed_encode turns elements (plus a residual) into records; compressed_reduce turns all ranks' records into one,
+// through float32 sums in rank order; compressed_sum turns them into elements. Each reads and writes memory once. All
+// arithmetic is that of protocol/quantize.hpp, in PTX with explicit rounding (cuda/formats.cuh), so results do not
+// depend on the assignment to threads.
 #pragma once
 
 #include "cuda/compressed_codes.cuh"
@@ -22,9 +12,19 @@
 
 namespace ark::device {
 
+// Records go to places on this GPU or on peers (fused/tiles.cuh): encode stores each bucket's record at its owner,
+// reduce stores the sums' records on every rank.
+//
+// A launch has up to kMostPieces runs of buckets of equal width in its parameters: nothing needs to be copied to the
+// device before, and a captured launch keeps them. A team takes `run` consecutive buckets, and loads the next one's
+// elements before it encodes the current one's. Memory order: kernels are ordered by the stream; threads wait for each
+// other only at the team's barriers, which all of its threads reach.
+//
+// Elements after a bucket's last one repeat the first one, which changes neither scale nor sums.
+
 #if defined(__CUDACC__)
 
-// One bucket and the threads that have it.
+// One bucket and the threads that process it.
 struct Team {
   uint32 thread, threads;
   uint64 element, at;
@@ -49,7 +49,7 @@ __device__ __forceinline__ void find_run(const CodeParams& p, uint32& begin, uin
 
 template <bool kWide, int kBits>
 __device__ __forceinline__ Team team_of(const CodeParams& p, uint32 bucket, uint32 element_bytes) {
-  uint32 low = 0, high = p.pieces;  // the last piece that begins at or before it
+  uint32 low = 0, high = p.pieces;  // binary search for the last piece that starts at or before the bucket
   while (high - low > 1) {
     const uint32 middle = (low + high) / 2;
     (p.piece[middle].first <= bucket ? low : high) = middle;
@@ -68,8 +68,8 @@ __device__ __forceinline__ Team team_of(const CodeParams& p, uint32 bucket, uint
   return team;
 }
 
-// A team's records, put together in shared memory and sent as wide stores: one behind another, records begin at
-// multiples of 8 bytes, and stores that cross lines cost a link twice the requests.
+// Collects a team's records in shared memory and sends them as wide stores. Consecutive records start at multiples of 8
+// bytes, and stores that cross lines cost a link twice the requests.
 template <bool kWide, uint32 kBits>
 class Outbox {
   static constexpr uint32 kRecord = quantize::kHeadBytes + (kWide ? quantize::kMostBucket : kWarpBucket) / 8 * kBits;
@@ -77,7 +77,7 @@ class Outbox {
   static constexpr int kThreads = kWide ? kCodeThreads : 32;
 
  public:
-  // Every thread of the block calls it. `records`: where this rank's begin in a place.
+  // Called by every thread of the block. `records`: offset of this rank's records in a place.
   __device__ __forceinline__ Outbox(const TileLinks& links, uint32 blocks, uint64 records)
       : ranks_(links.ranks), records_(records) {
     TileExchange exchange(links, blocks);
@@ -90,7 +90,7 @@ class Outbox {
     }
     well_ = __syncthreads_and(well) != 0;
   }
-  __device__ __forceinline__ bool well() const { return well_; }  // false, for the whole block: time to leave
+  __device__ __forceinline__ bool well() const { return well_; }  // false for the whole block: give up
 
   // Where the team writes its next record.
   __device__ __forceinline__ char* next(const Team& team, uint32 bytes) {
@@ -101,7 +101,7 @@ class Outbox {
     filled_ += bytes;
     return record;
   }
-  // A record that stands in memory as it is sent.
+  // Stores a record that is already in memory in its final form.
   template <class Store>
   __device__ __forceinline__ void store(const Team& team, const Store& store) {
     ARK_ROLLED for (int r = from(team.rank); r < to(team.rank); ++r) store(shared().places[r] + records_ + team.at);
@@ -156,7 +156,7 @@ __device__ __forceinline__ bool at_16(const void* pointer) {
   return reinterpret_cast<uint64>(pointer) % 16 == 0;
 }
 
-// The same for all threads of a team: orders as integers are reduced.
+// The maximum over a team's threads. Floats are compared as integers of the same order.
 template <bool kWide>
 __device__ __forceinline__ int team_max(int x) {
   x = __reduce_max_sync(~0u, x);
@@ -170,10 +170,10 @@ __device__ __forceinline__ int team_max(int x) {
   return x;
 }
 
-// The bucket's first element where a team's sums hold something else behind the last.
+// Replaces values after the bucket's last element by its first one.
 template <bool kWide>
 __device__ __forceinline__ void fill_behind(const Team& team, float (*x)[kGroup]) {
-  if (team.whole()) return;  // the same for all of its threads
+  if (team.whole()) return;  // the same for all of the team's threads
   float first = x[0][0];
   if constexpr (kWide) {
     __shared__ float shared;
@@ -190,7 +190,7 @@ __device__ __forceinline__ void fill_behind(const Team& team, float (*x)[kGroup]
   }
 }
 
-// A thread's elements as they stand in memory.
+// A thread's elements in their memory format.
 template <class Format>
 struct Held {
   uint32 words[kHeld][Elements<Format>::kWords];
@@ -220,7 +220,7 @@ __device__ __forceinline__ Range range_of(const float (*x)[kGroup]) {
   return range;
 }
 
-// Two at a time.
+// Two elements at a time.
 template <class Format>
 __device__ __forceinline__ Range range_of(const Held<Format>& held) {
   uint32 low = held.words[0][0], high = low;
@@ -240,7 +240,7 @@ __device__ __forceinline__ quantize::Scale scale_of(const Range& range) {
   const int top = team_max<kWide>(finite ? order_of(range.high) : kBad);
   const int down = team_max<kWide>(finite ? ~order_of(range.low) : kNothing);
   if (top == kBad) return quantize::not_finite();
-  // order_of() is its own inverse.
+  // order_of() is its own inverse
   const auto float_of = [](int order) { return bits_as<float>(order < 0 ? order ^ 0x7fffffff : order); };
   return Code::scale(float_of(~down), float_of(top));
 }
@@ -283,7 +283,7 @@ __device__ __forceinline__ void store_elements(const Team& team, void* tensor, u
       to + team.group(h) * (kGroup * Elements<Format>::kBytes), team.count(h), wide && team.count(h) == kGroup, x[h]);
 }
 
-// What a tensor's own type keeps of x, taken from it.
+// Subtracts from x what the tensor's own type keeps of it.
 template <class Format>
 __device__ __forceinline__ void subtract_rounded(float (*x)[kGroup]) {
   ARK_UNROLL for (int h = 0; h < kHeld; ++h) ARK_UNROLL for (int j = 0; j < kGroup; ++j) {
@@ -395,7 +395,7 @@ __device__ __forceinline__ void add_record(const Team& team, const char* record,
   }
 }
 
-// What a bucket's records have added up to, from -0, to which any number adds as it is.
+// Adds up a bucket's records of all ranks, starting from -0, which leaves any number unchanged.
 template <class Format, quantize::Format kFormat, int kBits>
 __device__ __forceinline__ void add_ranks(const CodeParams& p, const Team& team, const void* records,
                                           float (*x)[kGroup]) {
@@ -444,7 +444,7 @@ __device__ __forceinline__ void compressed_reduce(const CodeParams& p) {
   TileExchange(p.links, p.blocks, false).finish();
 }
 
-// Records of all ranks to elements, the part's first one first.
+// Turns records of all ranks into elements, the part's first element first.
 template <class Format, quantize::Format kFormat, int kBits, bool kWide>
 __device__ __forceinline__ void compressed_sum(const CodeParams& p) {
   begin_kernel();

@@ -1,11 +1,10 @@
-// What a thread does with eight neighbouring elements of a bucket: loads, codes, packed words, stores.
+// A thread's work on eight consecutive elements of a bucket: loads, codes, packed words, stores.
 //
-// A bucket is a team's: a warp's up to 512 elements, eight warps' up to 4096. A thread has groups of eight elements,
-// its neighbours the next ones, and at most two of them: all of a bucket stays in registers between finding its scale
-// and coding it. Eight codes of b bits are b bytes that begin at a byte (protocol/quantize.hpp), so threads share none.
-//
-// Instructions an element decide the speed, not memory, so the width is a template argument, and conversions between
-// integers and floats, a quarter as fast as additions, are done on mantissas. Each such form gives the exact number.
+// A bucket belongs to a team: up to 512 elements to a warp, up to 4096 to eight warps. A thread has at most two groups
+// of eight elements, adjacent threads adjacent groups, so a bucket stays in registers between finding its scale and
+// encoding it. Eight codes of b bits are b whole bytes (protocol/quantize.hpp), so threads share none. Speed is limited
+// by instructions per element, not by memory. So the width is a template argument, and conversions between integers and
+// floats, which run at a quarter of the rate of additions, are done on mantissas, always exactly.
 #pragma once
 
 #include "cuda/fused/tiles.cuh"
@@ -15,29 +14,29 @@
 namespace ark::device {
 
 inline constexpr int kCodeThreads = 256;
-inline constexpr uint32 kWarpBucket = 512;  // elements that a warp takes
-inline constexpr int kMostPieces = 64;      // of one launch
+inline constexpr uint32 kWarpBucket = 512;  // elements per warp
+inline constexpr int kMostPieces = 64;      // per launch
 
 inline constexpr int kEveryRank = -1;
 
 struct CodePiece {
   quantize::Piece piece;
   uint32 first;  // buckets of this launch before it
-  int rank;      // whose place takes its records, or kEveryRank
+  int rank;      // the rank whose place receives its records, or kEveryRank
 };
 
 struct CodeParams {
   TileLinks links;       // encode, reduce: where records go
-  const void* input;     // encode: elements; else records of all ranks, one rank's part behind the other
+  const void* input;     // encode: elements; else the records of all ranks, one rank's part after the other
   float* residual;       // null: none
   void* output;          // sum: elements
-  uint64 records;        // encode, reduce: where this rank's begin in a place
-  uint64 rank_bytes;     // reduce, sum: from one rank's records to the next's
+  uint64 records;        // encode, reduce: offset of this rank's records in a place
+  uint64 rank_bytes;     // reduce, sum: stride between ranks' records
   uint64 first_element;  // sum: of the part
   quantize::Rule rule;
   uint32 ranks, pieces;
   uint32 buckets;  // of this launch
-  uint32 run;      // buckets that a team takes, one after the other
+  uint32 run;      // consecutive buckets per team
   uint32 blocks;   // of all launches that fill these places
   bool average;
   CodePiece piece[kMostPieces];
@@ -46,7 +45,7 @@ static_assert(sizeof(CodeParams) <= 4096);
 
 #if defined(__CUDACC__)
 
-inline constexpr int kGroup = 8, kHeld = 2;  // elements of a group, groups of a thread
+inline constexpr int kGroup = 8, kHeld = 2;  // elements per group, groups per thread
 
 ARK_DEVICE_INLINE float fused(float a, float b, float c) {  // a * b + c, rounded once
   float result;
@@ -59,7 +58,7 @@ ARK_DEVICE_INLINE float add_towards_zero(float a, float b) {
   return result;
 }
 
-// With subnormal numbers whatever the compiler was told, and a NaN where either is one.
+// Handles subnormal numbers under any compiler options, and returns NaN if either operand is NaN.
 __device__ __forceinline__ float least(float a, float b) {
   float result;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
@@ -71,7 +70,7 @@ __device__ __forceinline__ float most(float a, float b) {
   return result;
 }
 
-// The same of both halves of a word.
+// The same for both halves of a word.
 template <class Format>
 struct Pairs {
   static constexpr bool kKnown = false;
@@ -111,7 +110,7 @@ struct Elements {
       *reinterpret_cast<uint16*>(to) = static_cast<uint16>(Format::encode(pair));
   }
 
-  // `count` elements; behind them `fill`'s; `wide`: eight of them at a multiple of 16 bytes.
+  // Loads `count` elements, followed by those of `fill`; `wide`: eight of them at a multiple of 16 bytes.
   static __device__ __forceinline__ void load(const char* from, uint32 count, bool wide, const char* fill,
                                               uint32* words) {
     if (wide) {
@@ -146,7 +145,7 @@ struct Elements {
   }
 };
 
-// A group's codes in a record: kBits bytes at a multiple of kBits.
+// Stores a group's codes in a record: kBits bytes at a multiple of kBits.
 template <int kBits>
 __device__ __forceinline__ void store_word(char* to, uint64 word) {
   if constexpr (kBits == 8) {
@@ -179,23 +178,24 @@ __device__ __forceinline__ uint64 load_word(const char* from) {
   }
 }
 
-// Eight elements and their codes as one word: those of protocol/quantize.hpp, of finite buckets.
+// Eight elements and their codes in one word: the codes of protocol/quantize.hpp, for finite buckets.
 template <quantize::Format kFormat, int kBits>
 struct Coder;
 
 template <int kBits>
 struct Coder<quantize::Format::uniform, kBits> {
   static constexpr uint32 kMask = (1u << kBits) - 1;
-  static constexpr int kPer = kBits <= 4 ? 8 : 4;  // codes of 32 bits
-  static constexpr float kWhole = 8388608.0f;      // 2^23: the last bit of a number from it on weighs 1
+  static constexpr int kPer = kBits <= 4 ? 8 : 4;  // codes per 32-bit half
+  static constexpr float kWhole = 8388608.0f;      // 2^23: from here on the last bit of a number weighs 1
   static constexpr bool kCodesNaN = false;         // codes of a bucket that is not finite are zeros
 
   static __device__ __forceinline__ quantize::Scale scale(float low, float high) {
     return quantize::uniform_scale(low, high, kBits);
   }
 
-  // x becomes what its codes do not say of it where kLost. No number is below 0 or rounds to more than the last code,
-  // so only chance needs a bound: elements lie between the bucket's least and greatest, and the quotient errs by 2^-22.
+  // With kLost, x becomes the part that its codes do not represent. No number is below 0 or rounds above the last code,
+  // since elements are between the bucket's minimum and maximum and the quotient errs by 2^-22. Only stochastic
+  // rounding needs a bound.
   template <bool kChance, bool kLost>
   static __device__ __forceinline__ uint64 encode(float* x, const quantize::Scale& scale,
                                                   const quantize::Random& random) {
@@ -221,7 +221,7 @@ struct Coder<quantize::Format::uniform, kBits> {
 
   struct Steps {
     float base, step;
-    bool large;  // so large that its multiples by a power of two are not finite
+    bool large;  // so large that its multiples by a power of two may not be finite
   };
   static __device__ __forceinline__ Steps steps(const float2& head) { return {head.x, head.y, head.y > 1e30f}; }
 

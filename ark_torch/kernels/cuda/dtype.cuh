@@ -1,8 +1,8 @@
-// Element types and reduce operations as device code names them, and the layouts of the small float formats.
+// Element types and reduce operations in device code, and the layouts of the small float formats.
 //
-// The values are those of csrc/util/dtype.hpp, which includes <cstdint> and so cannot go through NVRTC;
-// tests/csrc/kernels/reduce_test.cpp asserts that they are equal. They may reach a kernel as arguments, or as constants
-// of its source: then the compiler folds every switch on them.
+// The values equal those of csrc/util/dtype.hpp, which includes <cstdint> and so cannot be compiled by NVRTC;
+// tests/csrc/kernels/reduce_test.cpp asserts that. Kernels get them as arguments, or as constants of their source, in
+// which case the compiler folds every switch on them.
 #pragma once
 
 #include "protocol/base.hpp"
@@ -46,7 +46,7 @@ enum class ReduceOp : uint8 {
   premul_sum = 8,
 };
 
-// The type of one scalar: a complex number is two of them, and only a product mixes them.
+// The type of one scalar. A complex number is two of them, which only a product combines.
 ARK_DEVICE_INLINE constexpr DType scalar_of(DType dtype) {
   switch (dtype) {
     case DType::c32: return DType::f16;
@@ -59,7 +59,7 @@ ARK_DEVICE_INLINE constexpr DType scalar_of(DType dtype) {
 ARK_DEVICE_INLINE constexpr bool is_complex(DType dtype) {
   return dtype == DType::c32 || dtype == DType::c64 || dtype == DType::c128;
 }
-ARK_DEVICE_INLINE constexpr bool is_integer(DType dtype) {  // bool included
+ARK_DEVICE_INLINE constexpr bool is_integer(DType dtype) {  // including bool
   return dtype <= DType::i64;
 }
 ARK_DEVICE_INLINE constexpr bool is_signed(DType dtype) {
@@ -86,9 +86,9 @@ ARK_DEVICE_INLINE constexpr int scalar_bytes(DType dtype) {
 // Sign, exponent, mantissa: float16 and the four signed float8 formats.
 struct SmallFloat {
   int exponent, mantissa, bias;
-  uint32 nan;          // the NaN that results carry
-  uint32 overflow;     // what magnitudes above the range become
-  bool infinities;     // magnitudes from `overflow` on are infinity and NaNs, as in IEEE 754; otherwise one NaN
+  uint32 nan;          // the NaN of results
+  uint32 overflow;     // the code for magnitudes above the range
+  bool infinities;     // magnitudes from `overflow` on are infinity and NaNs (IEEE 754); else there is one NaN
   bool negative_zero;  // false: its code is the NaN
 };
 

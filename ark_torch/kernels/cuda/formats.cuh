@@ -1,10 +1,10 @@
 // Arithmetic and conversions of single elements, bit for bit those of csrc/collectives/reduce_*.hpp.
 //
-// Device code computes in PTX with the rounding spelled out: add.rn.f32 is never fused into a multiply-add and never
-// flushes a denormal, whatever options the compiler was given (-fmad, -ftz, -use_fast_math; __fadd_rn would still obey
-// -ftz). Order and NaN are decided on integers for the same reason. Where the hardware converts as we do it is
-// asked; its NaNs (0x7fff) are then replaced by ours, the positive quiet NaN with an empty payload (0x7fc0 in bfloat16,
-// 0x7e00 in float16). The host forms need -ffp-contract=off where the target has fused multiply-adds.
+// Device code uses PTX with explicit rounding: add.rn.f32 is never fused into a multiply-add and never flushes
+// denormals, whatever the compiler's options (-fmad, -ftz, -use_fast_math; __fadd_rn would still obey -ftz). For the
+// same reason comparisons and NaN tests work on integers. Hardware conversions are used where they match; their NaNs
+// (0x7fff) are then replaced by ours, the positive quiet NaN with an empty payload (bfloat16: 0x7fc0, float16: 0x7e00).
+// The host forms need -ffp-contract=off if the target has fused multiply-adds.
 #pragma once
 
 #include "cuda/dtype.cuh"
@@ -61,7 +61,7 @@ ARK_DEVICE_INLINE double canonical(double x) {
   return is_nan(x) ? bits_as<double>(kNan64) : x;
 }
 
-// Integers in the order of the floats, -0 below +0.
+// Maps floats to integers in the same order, with -0 below +0.
 ARK_DEVICE_INLINE int order_of(float x) {
   const int bits = bits_as<int>(x);
   return bits < 0 ? bits ^ 0x7fffffff : bits;
@@ -71,8 +71,8 @@ ARK_DEVICE_INLINE long long order_of(double x) {
   return bits < 0 ? bits ^ 0x7fffffffffffffff : bits;
 }
 
-// x / ranks. For a power of two its reciprocal is exact, so that product and quotient are the same number before the
-// one rounding, and the product takes a fifth of the instructions.
+// x / ranks. The reciprocal of a power of two is exact, so product and quotient are equal before the one rounding, and
+// the product takes a fifth of the instructions.
 ARK_DEVICE_INLINE float divide_by_ranks(float x, int ranks) {
   const float divisor = static_cast<float>(ranks);
   if ((ranks & (ranks - 1)) == 0) return multiply(x, bits_as<float>(0x7f000000 - bits_as<int>(divisor)));
@@ -101,7 +101,8 @@ ARK_DEVICE_INLINE uint32 encode_small(const SmallFloat& f, float x) {
   if (magnitude > 0x7f800000) return f.nan;
   uint32 code;
   if (magnitude < static_cast<uint32>(128 - f.bias) << 23) {                    // below the smallest normal value
-    const uint32 magic = static_cast<uint32>(151 - f.bias - f.mantissa) << 23;  // its last bit weighs as much as ours
+    const uint32 magic = static_cast<uint32>(151 - f.bias - f.mantissa) << 23;  // a number whose last bit has the
+                                                                                // weight of the code's
     code = bits_as<uint32>(add(bits_as<float>(magnitude), bits_as<float>(magic))) - magic;
   } else {
     const uint32 odd = (magnitude >> shift) & 1;
@@ -115,7 +116,7 @@ ARK_DEVICE_INLINE uint32 encode_small(const SmallFloat& f, float x) {
 ARK_DEVICE_INLINE float decode_scale(uint32 code) {  // e8m0fnu: 2^(code - 127)
   return bits_as<float>(code == 0 ? 0x00400000u : code == 255 ? kNan32 : code << 23);
 }
-// The sign is dropped; a tie rounds up, except below the smallest normal float32.
+// Drops the sign. Ties round up, except below the smallest normal float32.
 ARK_DEVICE_INLINE uint32 encode_scale(float x) {
   const uint32 any = bits_as<uint32>(x) & 0x7fffffff;
   const uint32 magnitude = any < 0x7f800000 ? any : 0x7f800000;
@@ -127,8 +128,8 @@ ARK_DEVICE_INLINE uint32 encode_bf16(float x) {
   return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
 
-// Two halves of a word from the hardware's conversion, whose only NaN is 0x7fff: `excess` is what that is above ours.
-// Adding one carries into a half's sign bit for that code alone.
+// Replaces the hardware's NaN, 0x7fff, in two halves of a word; `excess` is its distance from ours. Adding one carries
+// into a half's sign bit for that code only.
 ARK_DEVICE_INLINE uint32 replace_nans(uint32 halves, uint32 excess) {
   const uint32 nans = (halves + 0x00010001) & ~halves & 0x80008000;
   return halves - (nans >> 15) * excess;

@@ -1,34 +1,34 @@
-// Landings: where memory that the sender reaches itself takes the place of a ring. The receiver of a message says where
-// the bytes are to go, as the sender sees that memory (registered memory, csrc/collectives/cuda/registration.hpp); the
-// sender stores them there and says when all are there. A receiver whose memory is not registered says so by a null
-// address, and the message goes by the ring: every pair decides for itself, in the kernel, and no host needs to know
-// what a peer passed.
+// Landings: the receiver of a message tells the sender where in its registered memory the bytes go
+// (csrc/collectives/cuda/registration.hpp), and the sender stores them there instead of in a ring. A receiver whose
+// memory is not registered announces a null address, and the message uses the ring: every pair decides in the kernel,
+// and no host needs to know what a peer passed.
 //
-// Both words are the lane's: the address comes as a packet with an epoch (packet.cuh), the sender's "done" is a count.
-// Both ends count the messages that began so; a message is announced only where both ends know that it will be
-// (Rings::landings_from, alike on all ranks, and the message's size say so).
-//
-// Ordering: the receiver announces behind begin_kernel(), so whatever used the buffer before is over, and no earlier
-// write of its own GPU is in flight. The sender's warp stores the bytes; behind __syncwarp() its first thread stores
-// the count with release at system scope; the receiver loads it with acquire, and the kernel's end shows the bytes to
-// what comes behind it in the stream.
-//
-// Liveness: a sender waits for an announcement, which a receiver makes first of all; a receiver waits for data alone.
+// Both words belong to the lane: the address is a packet with an epoch (packet.cuh), the sender's "done" is a count.
+// Both ends count announced messages; a message is announced only if both ends know that it will be (from
+// Rings::landings_from, equal on all ranks, and the message's size).
 #pragma once
 
 #include "cuda/ring.cuh"
 
 namespace ark::device {
 
+// Memory order: the receiver announces after begin_kernel(), so earlier uses of the buffer are over and no earlier
+// write of its own GPU is in flight. The sender's warp stores the bytes; after __syncwarp() its first thread stores the
+// count with a release at system scope. The receiver loads it with acquire, and the kernel's end makes the bytes
+// visible to what follows in the stream.
+//
+// No deadlock: a sender waits for an announcement, which a receiver makes before anything else; a receiver waits for
+// data only.
+
 #if defined(__CUDACC__)
 
 class Landing : public LaneEnd {
  public:
   __device__ __forceinline__ void open(const Rings& mine, uint32 number, int other) {
-    LaneEnd::open(mine, mine.lines, number, other);  // of the tables only the number of lanes is used, alike in both
+    LaneEnd::open(mine, mine.lines, number, other);  // only the tables' number of lanes is used, which is equal in both
   }
 
-  // The receiver's: what is for this rank goes to `address`; null: into the ring.
+  // Receiver: announces that bytes for this rank go to `address`; null: into the ring.
   __device__ __forceinline__ void announce(const void* address) {
     LandingState* const counts = state();
     number_ = counts->announced + 1;
@@ -38,9 +38,9 @@ class Landing : public LaneEnd {
     store_packet(rings_->arena[peer_] + rings_->landing_words.announced + 16 * at(rings_->rank),
                  reinterpret_cast<uint64>(address), number_);
   }
-  // In an end opened anew, as if it had announced.
+  // Restores the state after announce() in an end that was reopened.
   __device__ __forceinline__ void resume() { number_ = state()->announced; }
-  // Until the sender has said that all is there.
+  // Waits until the sender has said that all bytes have arrived.
   __device__ __forceinline__ bool await_all() {
     const uint64* const done =
         reinterpret_cast<const uint64*>(rings_->arena[rings_->rank] + rings_->landing_words.done) + at(peer_);
@@ -49,12 +49,12 @@ class Landing : public LaneEnd {
       if (__shfl_sync(~0u, seen, 0) >= number_) break;
       if (over(peer_)) return false;
     }
-    uint64 seen;  // an acquire at every turn would empty the cache of all warps beside
+    uint64 seen;  // one acquire at the end, since one per poll would empty the cache of all other warps
     if (thread_ == 0) asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(seen) : "l"(done) : "memory");
     return true;
   }
 
-  // The sender's: where the peer wants it.
+  // Sender: waits for the peer's address.
   __device__ __forceinline__ bool await_address(char*& address) {
     LandingState* const counts = state();
     const uint64 number = counts->answered + 1;

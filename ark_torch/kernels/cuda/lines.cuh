@@ -1,10 +1,10 @@
 // Rings in lines of 128 bytes: 120 of data and 8 of epoch, stored by eight threads of a warp at once. Four lines are a
-// row: 480 bytes of data, 30 units. What arrives tells itself, so a step is there one flight over the link after it was
-// stored; the epochs cost a sixteenth of the link.
+// row: 480 bytes of data, 30 units. Lines signal their own arrival, so a step is available one trip over the link after
+// it was stored; the epochs cost a sixteenth of the link.
 //
-// Ordering: the hardware carries the 128 bytes that eight threads of a warp store to one aligned line whole (NCCL's
-// LL128 rests on the same), so whoever reads the epoch of a line has its data: no fence. A slot never holds the awaited
-// epoch before its data, because epochs grow and slots are zero at first.
+// Memory order: the hardware transfers the 128 bytes that eight threads of a warp store to one aligned line as a whole
+// (NCCL's LL128 relies on it too), so reading a line's epoch implies its data, without a fence. A slot never holds the
+// awaited epoch before its data: epochs grow, and slots start as zeros.
 #pragma once
 
 #include "cuda/ring.cuh"
@@ -19,7 +19,7 @@ struct Lines {
   static constexpr int kSlotBytes = kStepRows * kRowBytes;
 
 #if defined(__CUDACC__)
-  // A thread's unit of a row; threads 15 and 31 have none.
+  // Whether the thread has a unit of a row; threads 15 and 31 do not.
   static __device__ __forceinline__ bool owns_unit() {
     return (threadIdx.x & 15) != 15;
   }
@@ -40,8 +40,8 @@ struct Lines {
       ARK_UNROLL
       for (int j = 0; j < kRows; j++) {
         if (j >= piece.rows) continue;
-        // Units 7 and 22 are cut in two: their upper halves travel in the places of threads 15 and 31, the threads of
-        // which have no unit, and the epoch in the upper halves of all four.
+        // Units 7 and 22 are split: their upper halves travel in the places of threads 15 and 31, which have no unit,
+        // and the epoch is in the upper halves of all four.
         const uint64 upper = __shfl_sync(~0u, units[j].hi, (thread_ & 16) | 7);
         const bool flag = (thread_ & 7) == 7;
         store_packet(to + j * kRowBytes, (thread_ & 15) == 15 ? upper : units[j].lo, flag ? sent_ + 1 : units[j].hi);
@@ -64,7 +64,7 @@ struct Lines {
       }
       return false;
     }
-    // Whether all of what ask() loaded was there, now that the piece's step is the next one.
+    // Whether all of what ask() loaded had arrived, now that the piece's step is the next one.
     template <int kRows>
     __device__ __forceinline__ bool arrived(const Piece<Lines, kRows>& piece, bool, const Unit (&raw)[kRows]) const {
       bool there = true;

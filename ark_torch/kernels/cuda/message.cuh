@@ -1,7 +1,5 @@
-// One message between two ranks, or within one: the loops of one warp of a lane.
-//
-// Each piece is loaded (or asked for) before the one before it is stored (or awaited), so that a warp always has two
-// under way.
+// One message between two ranks, or within one: the loops of one warp of a lane. Each piece is loaded (or requested)
+// before the previous one is stored (or awaited), so that a warp always has two in flight.
 #pragma once
 
 #include "cuda/chunks.cuh"
@@ -35,7 +33,7 @@ __device__ __forceinline__ void store_piece(void* to, uint64 bytes, const Piece<
   }
 }
 
-inline constexpr int kMessageRows = 4;  // of a piece
+inline constexpr int kMessageRows = 4;  // per piece
 
 template <class Protocol>
 __device__ __forceinline__ void send_message(const Rings& rings, uint32 lane, int peer, const void* from,
@@ -65,7 +63,7 @@ struct NobodyAsks {
   __device__ __forceinline__ void operator()(uint64) const {}
 };
 
-// `stored(step)` is called by the whole warp when a step lies in `to`.
+// The whole warp calls `stored(step)` when a step has been stored in `to`.
 template <class Protocol, class Stored = NobodyAsks>
 __device__ __forceinline__ void receive_message(const Rings& rings, uint32 lane, int peer, void* to, uint64 bytes,
                                                 Stored stored = {}) {
@@ -99,7 +97,7 @@ __device__ __forceinline__ void receive_message(const Rings& rings, uint32 lane,
   receiver.close();
 }
 
-// Lanes that take part in a message that is announced: it goes as Protocol puts it on lanes, or as Direct does.
+// The lanes that take part in an announced message: it may be spread over lanes by Protocol or by Direct.
 template <class Protocol, class Direct>
 ARK_HOST_DEVICE constexpr uint32 landing_lanes(uint64 bytes, uint32 most_lanes) {
   const uint32 by_ring = spread_of<Protocol>(bytes, most_lanes).lanes,
@@ -107,7 +105,7 @@ ARK_HOST_DEVICE constexpr uint32 landing_lanes(uint64 bytes, uint32 most_lanes) 
   return by_ring > direct ? by_ring : direct;
 }
 
-// As receive_message, but where messages of that size are announced the sender may store all of it there itself.
+// As receive_message, but in message sizes that are announced, the sender may store the whole message itself.
 template <class Protocol, class Direct>
 __device__ __forceinline__ void receive_landing(const Rings& rings, uint32 lane, int peer, void* to, uint64 bytes) {
   if (bytes >= rings.landings_from) {
@@ -124,7 +122,7 @@ __device__ __forceinline__ void receive_landing(const Rings& rings, uint32 lane,
   receive_message<Protocol>(rings, lane, peer, to, bytes);
 }
 
-// Bytes to memory that this rank reaches: its own, or a peer's.
+// Copies bytes to memory that this rank reaches: its own, or a peer's.
 template <class Protocol>
 __device__ __forceinline__ void copy_message(const Rings& rings, uint32 lane, void* to, const void* from,
                                              uint64 bytes) {

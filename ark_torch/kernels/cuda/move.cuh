@@ -1,6 +1,6 @@
-// Moves bytes between ranks as they are: all_gather, all_to_all, gather, scatter, broadcast, send and recv are all a
-// list of what this rank sends to each peer and receives from it. Any sizes (the two ends of a pair agree), any
-// alignment. Every message has its own warp in a lane, and its size alone says how it travels.
+// Moves bytes between ranks unchanged: all_gather, all_to_all, gather, scatter, broadcast, send and recv are all a list
+// of what this rank sends to each peer and receives from it. Any sizes (the two ends of a pair agree) and any
+// alignment. Every message has its own warp in a lane, and its size alone determines how it travels.
 #pragma once
 
 #include "cuda/message.cuh"
@@ -11,9 +11,9 @@ struct MoveParams {
   Rings rings;
   const void* send[kMaxRanks];
   void* receive[kMaxRanks];
-  uint64 send_bytes[kMaxRanks];     // 0: nothing; [rank]: must equal receive_bytes[rank], a copy
-  uint64 receive_bytes[kMaxRanks];  // a buffer that is sent may be received into only where it is the same one
-  uint32 first_role, roles;         // the warps that a lane has here: 0, ring_roles(), or the one of one message
+  uint64 send_bytes[kMaxRanks];     // 0: nothing; [rank]: must equal receive_bytes[rank], a local copy
+  uint64 receive_bytes[kMaxRanks];  // may be received to a buffer that is also sent only if both are the same buffer
+  uint32 first_role, roles;  // the warps of a lane in this launch: from 0, all ring_roles(), or the one of one message
 };
 
 #if defined(__CUDACC__)

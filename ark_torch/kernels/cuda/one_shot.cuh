@@ -1,24 +1,23 @@
-// One-shot all-reduce by packets, for small tensors: every rank pushes its whole input to every peer and adds all of
-// them in rank order. One hop, no barrier, no fence; any size, alignment and dtype; out may be in.
-//
-// Slots: two sets by the launch's parity, each with a place for every source. Why two are enough: a rank in launch n
-// overwrites what its peers read in launch n - 2. It has finished launch n - 1, so it has received packets of n - 1
-// from every peer, so every peer had begun launch n - 1, and the stream let it begin only when its launch n - 2 was
-// over. The number of the launch is kept on the device, so a graph's replay needs no host.
-//
-// Rank and number of ranks are template constants: arrays indexed by rank stay in registers.
+// One-shot all-reduce by packets, for small tensors: every rank pushes its whole input to every peer and adds all
+// inputs in rank order. One hop, no barrier, no fence; any size, alignment and dtype; out may equal in. Rank and number
+// of ranks are template constants, so that arrays indexed by rank stay in registers.
 #pragma once
 
 #include "cuda/packet.cuh"
 
 namespace ark::device {
 
+// Slots: two sets, used by alternate launches, each with a place per source. Two are enough: a rank in launch n
+// overwrites what its peers read in launch n - 2. It has finished launch n - 1, so it received packets of n - 1 from
+// every peer, so every peer had started launch n - 1, which the stream allowed only after its launch n - 2. The launch
+// number is kept on the device, so a graph's replay needs no host.
+
 struct OneShotParams {
   const void* in;
   void* out;
   uint64 bytes;
   void* slots[kMaxRanks];  // rank r's packet memory as mapped here: [2][ranks][capacity] packets of 16 bytes
-  uint64 capacity;         // packets a source and set: at least one_shot_packets(bytes)
+  uint64 capacity;         // packets per source and set: at least one_shot_packets(bytes)
   GroupControl* control;
   GroupStatus* status;
   uint64 limit_ns;
@@ -28,7 +27,7 @@ struct OneShotParams {
   uint16 reserved;
 };
 
-// Units go in groups of 32, their low halves first, so that a warp's stores are 512 bytes in a row.
+// Units are in groups of 32, low halves first, so that a warp stores 512 consecutive bytes.
 ARK_HOST_DEVICE constexpr uint64 one_shot_packets(uint64 bytes) {
   return (bytes + 511) / 512 * 64;
 }

@@ -1,11 +1,10 @@
-// Packets: 16 bytes of which half are data and half the epoch that tells when the data is there.
+// Packets: 16 bytes, half data and half the epoch that tells when the data has arrived.
 //
-// Who writes: one thread of one peer, by one 16-byte store at system scope into memory that this GPU owns. Who reads:
-// the owner, polling its own memory. Ordering: protocol/packet.hpp. Epochs only grow and a slot never holds the epoch
-// that is awaited before its data: slots are zero at first, epochs start at 1.
-//
-// Every poll is bounded: Patience looks at the group's abort word and at the clock every 1,024 turns. A thread that
-// gives up says whom it waited for (first one wins) and leaves; the host raises, and the group is not used again.
+// One thread of one peer writes a packet, by a 16-byte store at system scope to memory that this GPU owns; the owner
+// polls its own memory. Memory order: protocol/packet.hpp. Epochs only grow, and a slot never holds the awaited epoch
+// before its data: slots start as zeros, epochs at 1. Every poll is bounded: Patience checks the group's abort word and
+// the clock every 1,024 polls. A thread that gives up reports whom it waited for (the first one wins) and leaves; the
+// host raises, and the group is not used again.
 #pragma once
 
 #include "cuda/reduce.cuh"
@@ -13,29 +12,29 @@
 
 namespace ark::device {
 
-inline constexpr int kMaxBlocks = 256;  // of one launch
+inline constexpr int kMaxBlocks = 256;  // per launch
 inline constexpr int kMaxRanks = 8;
 
-// Of one rank, in its own device memory. Zero at first.
+// One per rank, in its own device memory. Initially zero.
 struct alignas(16) GroupControl {
-  uint64 launches[kMaxBlocks];  // collectives done, a word a block so that no block waits for another
+  uint64 launches[kMaxBlocks];  // collectives done, one word per block, so that no block waits for another
 };
 
 // In host memory that the device can write.
 struct alignas(64) GroupStatus {
-  uint32 abort;  // the host's: leave
+  uint32 abort;  // set by the host: leave
   uint32 gave_up;
   int peer;         // whom the device waited for
-  uint32 departed;  // the host's: bit p is set when rank p has left the group
-  uint64 epoch;     // which it did not see
+  uint32 departed;  // set by the host: bit p is set when rank p has left the group
+  uint64 epoch;     // the epoch that did not arrive
 };
 
-// What copy engines tell, in the same memory.
+// The state of copy engines, in the same memory.
 struct EngineStatus {
-  uint32 busy;      // 1 while they carry a collective
+  uint32 busy;      // 1 while they run a collective
   uint32 progress;  // pieces added
-  uint32 clock;     // the host's: grows while it watches
-  uint32 beat;      // another value whenever a collective begins
+  uint32 clock;     // set by the host: increases while it watches
+  uint32 beat;      // changes whenever a collective starts
   uint32 expected;  // the mark that is awaited, and from whom (collectives/cuda/copy_engine/copy_engine.hpp); 0: none
 };
 
@@ -52,14 +51,14 @@ __device__ __forceinline__ uint64 nanoseconds() {
 
 inline constexpr uint64 kOver = ~uint64{0};
 
-// The slow part of a poll. Returns when the wait began, or kOver when it is time to leave. By value, so that what the
-// poll keeps stays in registers.
+// The slow part of a poll. Returns when the wait began, or kOver to give up. Arguments are by value, so that the poll's
+// state stays in registers.
 __device__ __forceinline__ uint64 look_up_here(GroupStatus* status, uint64 limit_ns, uint64 began, int peer,
                                                uint64 epoch) {
   const uint64 now = nanoseconds();
   if (*const_cast<const volatile uint32*>(&status->abort) != 0) return kOver;
   if (began == 0) return now;
-  // A peer that left has sent all that it ever will; what is on its way arrives within the grace.
+  // A peer that left has sent all that it ever will; what is in flight arrives within the grace period.
   constexpr uint64 kGrace = 1000000000;
   const bool departed = (*const_cast<const volatile uint32*>(&status->departed) >> (peer & 31) & 1) != 0;
   if (now - began < (departed && limit_ns > kGrace ? kGrace : limit_ns)) return began;
@@ -80,13 +79,13 @@ struct Patience {
   uint64 began = 0;
   uint32 turns = 0;
 
-  // True when it is time to leave. `peer`: whom the caller waits for.
+  // Returns true to give up. `peer`: whom the caller waits for.
   __device__ __forceinline__ bool over(int peer, uint64 epoch) {
     if ((++turns & 1023) != 0) return false;
     began = look_up(status, limit_ns, began, peer, epoch);
     return began == kOver;
   }
-  // The same without a call, for a wait among much that is kept in registers.
+  // The same without a call, for waits while much is kept in registers.
   __device__ __forceinline__ bool over_here(int peer, uint64 epoch) {
     if ((++turns & 1023) != 0) return false;
     began = look_up_here(status, limit_ns, began, peer, epoch);
@@ -94,8 +93,8 @@ struct Patience {
   }
 };
 
-// A user's buffer in units of 16 bytes: whole ones by one access where the buffer is aligned, else byte by byte, out of
-// line: the short path must not be spread over many lines of the instruction cache.
+// A user's buffer in units of 16 bytes. An aligned whole unit is one access; others go byte by byte, not inlined, so
+// that the fast path stays compact in the instruction cache.
 __device__ __noinline__ Unit load_bytes(const unsigned char* from, int valid) {
   Unit value{0, 0};
 #pragma unroll 1
@@ -122,9 +121,8 @@ __device__ __forceinline__ void store_unit(void* buffer, uint64 unit, uint64 byt
     store_bytes(to, static_cast<int>(min(bytes - unit * 16, uint64{16})), value);
 }
 
-// Where the kernel was launched to overlap the end of the one before it (LaunchMode::overlapped): waits until that is
-// over and its writes are seen, then lets the next one of that kind come. In this order, so that no more than one
-// waits.
+// For a kernel launched to overlap the end of the previous one (LaunchMode::overlapped): waits until that one is over
+// and its writes are visible, then releases the next one. In this order, at most one kernel waits.
 __device__ __forceinline__ void begin_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

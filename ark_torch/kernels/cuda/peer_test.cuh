@@ -1,6 +1,6 @@
-// A pattern into a peer's memory, by the stores that collectives use: whether peer access holds what the driver says.
-// The peer's host compares the values (csrc/collectives/cuda/peer_test.hpp). Nothing waits here: where peer access
-// lies, what was waited for would not come.
+// Writes a pattern to a peer's memory with the stores that collectives use, to test whether peer access works as the
+// driver claims. The peer's host compares the values (csrc/collectives/cuda/peer_test.hpp). Nothing waits here: with
+// broken peer access the awaited data would not come.
 #pragma once
 
 #include "cuda/packet.cuh"
@@ -11,12 +11,11 @@ inline constexpr uint32 kPeerTestUnits = 256;  // of 16 bytes, from one rank to 
 
 struct PeerTestParams {
   char* to;    // in the peer's memory
-  char* kept;  // in this rank's: the same again, for copy engines to copy
+  char* kept;  // in this rank's: the same pattern, for copy engines to copy
   uint32 from_rank, to_rank;
 };
 
-// Word `index` of what one rank writes to another by stores (way 0) or copies (way 1): none is zero, none is like its
-// neighbour.
+// Word `index` of what one rank writes to another by stores (way 0) or copies (way 1). No word is 0.
 ARK_HOST_DEVICE constexpr uint64 peer_test_word(uint32 from_rank, uint32 to_rank, uint32 way, uint32 index) {
   uint64 x = (uint64{from_rank} << 40 | uint64{to_rank} << 32 | uint64{way} << 24 | index) + 0x9e3779b97f4a7c15ull;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;

@@ -1,7 +1,6 @@
-// Fills memory with a known pattern, and adds it up: does this GPU run what was compiled, and reach that memory?
-//
-// Used by the doctor and the tests of the compiler. 16 bytes a thread and turn, grids of any size; no launch waits for
-// another, so nothing here can hang.
+// Fills memory with a known pattern and adds it up, to check that this GPU runs compiled code and reaches that memory.
+// Used by the doctor and the compiler's tests. 16 bytes per thread and iteration, grids of any size; no launch waits
+// for another, so nothing here can hang.
 #pragma once
 
 #include "cuda/probe.hpp"

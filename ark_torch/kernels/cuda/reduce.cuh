@@ -1,11 +1,11 @@
-// Element-wise reduction in device code: the arithmetic of csrc/collectives/cpu/reduce/reduce.hpp, bit for bit.
+// Elementwise reduction in device code, bit for bit that of csrc/collectives/cpu/reduce/reduce.hpp. Accesses no memory.
 //
 // A rule reduces one unit (16 bytes) of every rank: first(rank 0's), add(each further rank's, in rank order), finish.
-// 8- and 16-bit floats accumulate in float32 and are rounded once, in finish. SumRule<Format> is for what models are
-// trained with (SUM and AVG of bfloat16, float16 and float32): registers only, no branch on the type. GenericRule is
-// every other pair, chosen at run time. Both have the same shape, so that a kernel is a template over its rule. A tail
-// is a unit padded with anything: elements (a complex number's two parts) never mix, and nothing traps. Pairs that
-// why_unsupported() names are refused by the host and give no particular result here. No memory is touched.
+// 8- and 16-bit floats accumulate in float32 and are rounded once, in finish. SumRule<Format> covers what models are
+// trained with (SUM and AVG of bfloat16, float16 and float32), in registers only and without branches on the type.
+// GenericRule covers all other pairs, chosen at run time. Both have the same interface, so that kernels are templates
+// over their rule. A tail is a unit with any padding: elements (or a complex number's two parts) never mix, and nothing
+// traps. The host refuses pairs that why_unsupported() names; their results here are unspecified.
 #pragma once
 
 #include "cuda/formats.cuh"
@@ -32,7 +32,7 @@ struct Float32 {
   static ARK_DEVICE_INLINE uint32 encode(const float* lanes) { return bits_as<uint32>(canonical(lanes[0])); }
 };
 
-// Whether SumRule does it. Complex numbers add as their scalars do: ask for scalar_of(dtype).
+// Whether SumRule covers the pair. Complex numbers add like their scalars: ask for scalar_of(dtype).
 ARK_DEVICE_INLINE constexpr bool hot(DType dtype, ReduceOp op) {
   return (op == ReduceOp::sum || op == ReduceOp::avg) &&
          (dtype == DType::bf16 || dtype == DType::f16 || dtype == DType::f32);
@@ -73,16 +73,16 @@ struct SumRule {
   }
 };
 
-// Every (dtype, operation) pair. With a dtype and operation that the compiler knows (a kernel generated for them) the
-// switches fold, the loops unroll and all stays in registers; otherwise the lanes lie in local memory.
+// Every (dtype, operation) pair. If both are constants (in a kernel generated for them), switches fold, loops unroll
+// and all stays in registers; otherwise lanes are in local memory.
 struct GenericRule {
   DType dtype;
   ReduceOp op;
 
   union Accumulator {
-    float f32[16];  // of every float format up to 32 bits
+    float f32[16];  // for every float format up to 32 bits
     double f64[2];
-    Unit integers;  // bool too, as bytes 0 and 1
+    Unit integers;  // including bool, as bytes 0 and 1
   };
 
   ARK_DEVICE_INLINE Accumulator first(const Unit& unit, double factor = 1) const {
@@ -112,7 +112,7 @@ struct GenericRule {
     }
   }
 
-  // `average` is the operation's own here.
+  // `average` is ignored; the rule's own operation decides.
   ARK_DEVICE_INLINE Unit finish(const Accumulator& acc, int ranks, bool /*average*/ = false) const {
     if (is_integer(dtype)) return acc.integers;
     if (scalar_of(dtype) == DType::f64) {
@@ -165,7 +165,7 @@ struct GenericRule {
     return op == ReduceOp::avg ? divide_by_ranks(x, ranks) : x;
   }
 
-  // Two scalars in a row, which only a complex product mixes: (ar br - ai bi, ar bi + ai br), each product rounded.
+  // Two consecutive scalars, which only a complex product combines: (ar br - ai bi, ar bi + ai br), products rounded.
   template <class T>
   ARK_DEVICE_INLINE void combine_pair(T* a, const T* b) const {
     if (op == ReduceOp::product && is_complex(dtype)) {
@@ -190,7 +190,7 @@ struct GenericRule {
     }
   }
 
-  // A bool is true for any byte but 0: the top bit of each byte, moved down.
+  // A bool is true for any byte but 0: moves down the top bit of each byte.
   ARK_DEVICE_INLINE Unit integers(const Unit& unit) const {
     if (dtype != DType::boolean) return unit;
     constexpr uint64 kOnes = 0x0101010101010101, kLow = 0x7f * kOnes;
@@ -206,7 +206,7 @@ struct GenericRule {
     const uint64 sign = is_signed(dtype) ? 1ull << 63 : 0;
     uint64 result = 0;
     for (int at = 0; at < 64; at += bits) {
-      const uint64 x = a >> at << unused, y = b >> at << unused;  // at the top: wraps and compares as it should
+      const uint64 x = a >> at << unused, y = b >> at << unused;  // at the top, so that it wraps and compares
       uint64 z;
       switch (op) {
         case ReduceOp::product: z = (x >> unused) * y; break;

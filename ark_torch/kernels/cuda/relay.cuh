@@ -1,13 +1,11 @@
-// Broadcast to several peers: the root sends each of them another part, and whoever has a part hands it on to the
-// others. The root's link carries the data once instead of once a peer, and so does everybody else's.
+// Broadcast to several peers: the root sends each of them a different part, and each peer relays its part to the
+// others. The root's link carries the data once instead of once per peer, and so does every other link.
 //
-// Warps of a lane: one takes this rank's part from the root, one for each peer hands it on, one for each peer takes
-// that peer's part; parts handed on have rings of their own. A step is handed on as soon as it lies in this rank's
-// buffer: the warp that stored it counts steps in shared memory (release within the block), those that hand it on wait
-// for the count (acquire) and read the buffer.
-//
-// Liveness: the warp that takes the part waits for the root alone, the root for its credits; those that hand on wait
-// for that warp and for credits of takers, which wait for data alone: no cycle.
+// A lane's warps: one takes this rank's part from the root, one per peer relays it, one per peer takes that peer's
+// part. Relayed parts have their own rings. A step is relayed once it is in this rank's buffer: the warp that stored it
+// counts steps in shared memory (release within the block), and those that relay it wait for the count (acquire) and
+// read the buffer. No deadlock: the taking warp waits for the root only, the root for its credits; relaying warps wait
+// for the taking warp and for credits of takers, which wait for data only.
 #pragma once
 
 #include "cuda/message.cuh"
@@ -16,8 +14,8 @@ namespace ark::device {
 
 struct RelayParams {
   Rings rings;                             // from the root
-  Rings handed_on;                         // between the others
-  char* data;                              // all of it; the root reads, the others write
+  Rings handed_on;                         // among the others
+  char* data;                              // the whole buffer; the root reads it, the others write it
   uint64 at[kMaxRanks], bytes[kMaxRanks];  // of each rank's part; the root has none
   int root;
   uint32 reserved;
@@ -25,7 +23,7 @@ struct RelayParams {
 
 #if defined(__CUDACC__)
 
-// As send_message, of bytes of which `steps` are there, from the root.
+// As send_message, for bytes whose first `steps` steps have arrived from the root.
 template <class Protocol>
 __device__ __forceinline__ void hand_on(const Rings& rings, uint32 lane, int peer, const void* from, uint64 bytes,
                                         const uint32* steps, int root) {
@@ -87,7 +85,7 @@ __device__ inline void relay(const RelayParams& p) {
   begin_kernel();
   const uint32 lanes = blockDim.x / 32 / ring_roles(p.rings.ranks), warp = threadIdx.x / 32, own = warp % lanes;
   const uint32 lane = blockIdx.x * lanes + own;
-  if (p.bytes[p.root == 0 ? 1 : 0] >= p.rings.chunks_from)  // the first part is as long as any
+  if (p.bytes[p.root == 0 ? 1 : 0] >= p.rings.chunks_from)  // no part is longer than the first
     relay_parts<Chunks>(p, lane, warp / lanes, steps + own);
   else
     relay_parts<Lines>(p, lane, warp / lanes, steps + own);

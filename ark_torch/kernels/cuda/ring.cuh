@@ -1,40 +1,40 @@
-// Rings of slots: one ring for every ordered pair of ranks and every lane, a lane being one warp on each side.
+// Rings of slots: one ring per ordered pair of ranks and lane. A lane is one warp on each side.
 //
-// A message's units of 16 bytes go in *rows*, what a warp stores by one instruction; a *step* of some rows takes one of
-// kDepth slots in the receiver's memory, and a warp works on a *piece* of a step at a time. Sender and receiver of a
-// lane count its steps; both counters live on the device and only grow, so a graph's replay needs no host, and a
-// message may have any size, one that differs from pair to pair. How a receiver knows that a step is there is the
-// protocol's: lines.cuh (soonest) and chunks.cuh (most bytes a second).
-//
-// Ordering, reuse: the sender writes step s only when the receiver's credit word says that step s - kDepth was
-// taken. The receiver stores the credit behind a vote over values that its loads returned; an issued store cannot
-// overtake loads that are complete.
-//
-// Liveness: every message of a lane has a warp at either end, so no message waits for another and the link is not idle
-// because a warp waits for data. A receiver waits for data alone; a sender waits for credits, which receivers give. A
-// lane waits for the same lane of peers alone, all its warps are of one block, and blocks start in order of their
-// numbers, so not even all blocks of a kernel need to be resident at once.
+// A message's 16-byte units are grouped in *rows*, what a warp stores in one instruction. A *step* of several rows
+// takes one of kDepth slots in the receiver's memory, and a warp works on a *piece* of a step at a time. Sender and
+// receiver count a lane's steps; both counters are on the device and only grow, so a graph's replay needs no host, and
+// messages may have any size, different for each pair. The protocol determines how a receiver learns of a step:
+// lines.cuh (lowest latency) or chunks.cuh (highest bandwidth).
 #pragma once
 
 #include "cuda/packet.cuh"
 
 namespace ark::device {
 
-inline constexpr int kRowBytes = 512;  // of memory
+// Memory order and reuse: the sender writes step s only when the receiver's credit word says that step s - kDepth was
+// taken. The receiver stores the credit after a vote over the values that its loads returned; an issued store cannot
+// overtake completed loads.
+//
+// No deadlock: every message of a lane has a warp at either end, so no message waits for another, and no link is idle
+// because a warp waits for data. A receiver waits for data only, a sender for credits, which receivers give. A lane
+// waits only for the same lane of peers, all its warps are in one block, and blocks start in the order of their
+// numbers, so not even all blocks of a kernel need to be resident at once.
+
+inline constexpr int kRowBytes = 512;  // in memory
 
 // A lane's own counters towards and from one peer.
 struct alignas(16) RingState {
   uint64 sent, received;
 };
 
-// Where the rings of one protocol lie in the symmetric memory of each rank. 0 lanes: it has none here.
+// Offsets of one protocol's rings in each rank's symmetric memory. 0 lanes: none here.
 struct RingTable {
   uint64 slots;    // [source but the owner][lane][kDepth] slots, written by the source
-  uint64 arrived;  // [source][lane] words, written by the source: steps that it has put there (chunks)
+  uint64 arrived;  // [source][lane] words, written by the source: steps that it has stored (chunks)
   uint64 credits;  // [peer][lane] words: steps that the peer has taken of what this rank sent
-  uint64 state;    // [peer][lane] RingState, the owner's alone
+  uint64 state;    // [peer][lane] RingState, used by the owner only
   uint32 lanes;
-  uint32 depth;  // slots of a lane where no protocol fixes it (bulk_lane.cuh): a power of 2
+  uint32 depth;  // slots per lane if no protocol fixes it (bulk_lane.cuh): a power of 2
 };
 
 // The same for landings (landing.cuh).
@@ -44,7 +44,7 @@ struct alignas(16) LandingState {
 struct LandingTable {
   uint64 announced;  // [receiver][lane] packets, written by the receiver
   uint64 done;       // [sender][lane] words, written by the sender
-  uint64 state;      // [peer][lane] LandingState, the owner's alone
+  uint64 state;      // [peer][lane] LandingState, used by the owner only
 };
 
 // A set of rings as one rank sees it.
@@ -52,22 +52,22 @@ struct Rings {
   char* arena[kMaxRanks];  // rank r's symmetric memory as mapped here
   RingTable lines, chunks, bulk;
   LandingTable landing_words;
-  void* landing[kMaxRanks];  // where rank r is to store what it has for this rank, as r sees it; null: in the ring
-  uint64 landings_from;      // messages of so many bytes and more are announced; alike on all ranks
-  uint64 chunks_from;        // messages of so many bytes and more are sent in chunks
+  void* landing[kMaxRanks];  // where rank r stores what it sends to this rank, as r sees it; null: in the ring
+  uint64 landings_from;      // messages of at least this size are announced; equal on all ranks
+  uint64 chunks_from;        // messages of at least this size use chunks
   GroupStatus* status;
   uint64 limit_ns;
   int rank, ranks;
 };
 
-// How a message lies on the lanes; sender and receiver compute it from its size. Step i of a lane begins at row
-// (i * lanes + lane) * rows.
+// How a message is spread over lanes; sender and receiver compute it from its size. Step i of a lane starts at row (i *
+// lanes + lane) * rows.
 struct Spread {
   uint32 lanes, rows;
 };
-// Longer messages are cut by the caller, a launch each: lanes drift apart by as much as they like, and over a message
-// of 256 MB that is more pages under way at once than address translation holds (H200: ten times slower). Sums whose
-// results go out in the same launch are cut sooner (CudaDispatch::part_bytes).
+// The caller cuts longer messages, with a launch per part: lanes drift apart, and over a long message they touch more
+// pages at once than address translation caches, which is much slower. Sums whose results are sent in the same launch
+// are cut sooner (CudaDispatch::part_bytes).
 inline constexpr uint64 kMostMessageBytes = uint64{64} << 20;
 template <class Protocol>
 ARK_HOST_DEVICE constexpr Spread spread_of(uint64 bytes, uint32 most_lanes) {
@@ -78,11 +78,11 @@ ARK_HOST_DEVICE constexpr Spread spread_of(uint64 bytes, uint32 most_lanes) {
   return {lanes < most_lanes ? static_cast<uint32>(lanes) : most_lanes, step};
 }
 
-// Warps of a lane: one for what stays within the rank, one for what goes to every peer, one for what comes from it.
+// Warps of a lane: one for what stays within the rank, one per peer to send, and one per peer to receive.
 ARK_HOST_DEVICE constexpr int ring_roles(int ranks) {
   return 2 * ranks - 1;
 }
-// Lanes of a block, at most: so many that a warp that adds has registers for every rank's rows.
+// The most lanes per block: an adding warp must have registers for every rank's rows.
 ARK_HOST_DEVICE constexpr int ring_lanes(int ranks) {
   return ranks <= 2 ? 4 : ranks <= 4 ? 2 : 1;
 }
@@ -93,7 +93,7 @@ ARK_HOST_DEVICE constexpr int ring_lanes(int ranks) {
 template <class Protocol, int kRows>
 struct Piece {
   uint64 step = 0, row = 0;
-  int first = 0, rows = 0;  // of the step's rows; how many
+  int first = 0, rows = 0;  // among the step's rows; number of rows
   bool there = false;
 
   __device__ __forceinline__ void find(const Spread& spread, uint32 lane, uint64 bytes) {
@@ -111,14 +111,14 @@ struct Piece {
   }
 };
 
-// A warp at one end of a lane. All functions here and of the protocols are called by whole warps; those that return
-// bool about waiting return false when it is time to leave.
+// A warp at one end of a lane. Whole warps call all functions here and in the protocols. Waiting functions return false
+// to give up.
 class LaneEnd {
  public:
   __device__ __forceinline__ void open(const Rings& mine, const RingTable& table, uint32 number, int other) {
     rings_ = &mine, table_ = &table, lane_ = number, peer_ = other;
   }
-  // Counts a fruitless turn; true when it is time to leave. The whole warp gets the same answer.
+  // Counts a fruitless poll; returns true to give up. The whole warp gets the same answer.
   __device__ __forceinline__ bool over(int peer) {
     if ((++turns_ & 1023) != 0) return false;
     if (thread_ == 0) began_ = look_up(rings_->status, rings_->limit_ns, began_, peer, turns_);
@@ -157,7 +157,7 @@ class LaneEnd {
   uint32 turns_ = 0;
 };
 
-// The sender's end but for how bytes are stored. Keeps its counter for the next launch by close().
+// The sender's end, except how bytes are stored. close() keeps its counter for the next launch.
 class SenderEnd : public LaneEnd {
  public:
   __device__ __forceinline__ void open(const Rings& mine, const RingTable& table, uint32 number, int to) {
@@ -168,7 +168,7 @@ class SenderEnd : public LaneEnd {
   __device__ __forceinline__ void close() const {
     if (thread_ == 0) state()->sent = sent_;
   }
-  // Until the next step has a slot.
+  // Waits for a slot for the next step.
   __device__ __forceinline__ bool await_room(int depth) {
     while (sent_ >= credit_ + depth) {
       if (over(peer_)) return false;
@@ -187,7 +187,7 @@ class SenderEnd : public LaneEnd {
   uint64 credit_ = 0;
 };
 
-// The receiver's end but for how it knows that bytes are there.
+// The receiver's end, except how it learns that bytes have arrived.
 class ReceiverEnd : public LaneEnd {
  public:
   __device__ __forceinline__ void open(const Rings& mine, const RingTable& table, uint32 number, int from) {
@@ -197,7 +197,7 @@ class ReceiverEnd : public LaneEnd {
   __device__ __forceinline__ void close() const {
     if (thread_ == 0) state()->received = received_;
   }
-  // The step was taken: the peer may use its slot again.
+  // Marks the step as taken: the peer may reuse its slot.
   __device__ __forceinline__ void release() {
     received_++;
     if (thread_ == 0) store_word(word<uint64>(peer_, table_->credits, rings_->rank), received_);

@@ -1,27 +1,29 @@
-// Reductions by parts: every rank pushes each part of its input to the part's owner, the owner adds all contributions
-// in rank order (float32, rounded once) and pushes the result to whoever is to have it. With all ranks receiving it is
-// a two-shot all_reduce, with one a reduce, with none a reduce_scatter.
+// Reductions by parts: every rank pushes each part of its input to the part's owner. The owner adds all contributions
+// in rank order (float32, rounded once) and pushes the result to the receivers. With all ranks as receivers this is a
+// two-shot all_reduce, with one a reduce, with none a reduce_scatter.
 //
-// Warps of a lane: one adds, one contributes to every peer, one takes results from every peer; contributions and
-// results have rings of their own. Where a receiver's buffer is registered the adder stores the results there and the
-// taker only waits for the end (landing.cuh). Liveness: takers wait for nothing but data, the adder for contributions,
-// for landings, which takers announce first of all, and for credits of takers, contributors for credits of adders: no
-// cycle. In place: an adder writes what nobody else reads; a taker, or the adder in its stead, what was added from what
-// that rank's contributor had sent of the same place.
+// A lane's warps: one adds, one contributes to every peer, one takes results from every peer. Contributions and results
+// have separate rings. If a receiver's buffer is registered, the adder stores the results there and the taker only
+// waits for the end (landing.cuh).
 #pragma once
 
 #include "cuda/message.cuh"
 
 namespace ark::device {
 
+// No deadlock: takers wait for data only. Adders wait for contributions, for landings, which takers announce first, and
+// for credits of takers; contributors wait for credits of adders. In place: an adder overwrites what no one else reads.
+// A taker, or the adder in its stead, overwrites a place whose contents that rank's contributor has sent, since the
+// result was added from them.
+
 struct TwoShotParams {
   Rings rings;  // of contributions
   Rings results;
   const void* in[kMaxRanks];  // this rank's contribution to each part
-  void* out[kMaxRanks];       // where the result of each part goes here; null: not wanted. out[r] may be in[r]
+  void* out[kMaxRanks];       // where each part's result goes; null: not wanted. out[r] may equal in[r]
   uint64 bytes[kMaxRanks];    // of each part; whole elements
   const double* factors;      // [ranks], 16 bytes apart, for PREMUL_SUM; else null
-  uint32 receivers;           // bit r: rank r is sent the results
+  uint32 receivers;           // bit r: rank r receives the results
   uint32 average;
   DType dtype;  // for GenericRule
   ReduceOp op;
@@ -30,11 +32,11 @@ struct TwoShotParams {
 
 #if defined(__CUDACC__)
 
-// This rank's part: all contributions, added in rank order.
+// Adds all contributions to this rank's part, in rank order.
 template <class Protocol, class Rule, int kRanks, int kRank>
 __device__ __forceinline__ void add_up(const TwoShotParams& p, uint32 lane, Rule rule) {
-  constexpr int kRows = kRanks <= 2 ? 4 : kRanks <= 4 ? 2 : 1;  // at a time: so many of every rank are in registers
-  constexpr bool kAhead = kRanks <= 2;                          // as many again, asked for a piece ahead
+  constexpr int kRows = kRanks <= 2 ? 4 : kRanks <= 4 ? 2 : 1;  // at a time: registers hold this many of every rank
+  constexpr bool kAhead = kRanks <= 2;                          // as many again, requested one piece ahead
   const uint64 bytes = p.bytes[kRank];
   const RingTable& table = Protocol::table(p.rings);
   const Spread spread = spread_of<Protocol>(bytes, table.lanes);

@@ -1,31 +1,30 @@
 // Atomics for protocol code that is written once and compiled for host and device.
 //
-// Counters in shared (symmetric) memory are plain 64- and 32-bit words; these functions are the only way to touch
-// them. On the host they are the compiler's builtins, which ThreadSanitizer sees (std::atomic_ref is the same, but its
-// header takes half as long to read as a whole compiled region). In device code they are PTX at system scope,
-// because the other side may be a peer GPU or a CPU, and PTX rather than cuda::atomic_ref because PyTorch's wheels
-// hold no libcu++.
-//
-// Why the PTX is enough (PTX ISA, chapter "Memory Consistency Model"). Two operations on a word are morally strong to
-// each other when both are strong, of the word's size, and of scopes that include each other's thread; .sys includes
-// the host's threads. ld.acquire and st.release are an acquire and a release pattern: the one synchronizes with the
-// other when it observes it. A sequentially consistent operation is one behind a fence.sc.sys, the mapping that the
-// model's authors prove (Lustig, Sahasrabuddhe and Giroux, "A Formal Analysis of the NVIDIA PTX Memory Consistency
-// Model", ASPLOS 2019): all morally strong fence.sc are in one order, which what is observed behind them cannot
-// contradict; Dekker's handshake in counter.hpp rests on that. A fence.sc followed by a strong write is itself a
-// release pattern, so behind it a relaxed store releases and an acquiring add acquires and releases, without a second
-// barrier. volatile and "memory" keep the compiler from moving or merging accesses; no other fence is needed.
+// Counters in shared (symmetric) memory are plain 64- and 32-bit words, accessed only through these functions. On the
+// host they are compiler builtins, which ThreadSanitizer sees (std::atomic_ref is equivalent, but its header takes half
+// as long to compile as a whole region). On the device they are PTX at system scope, because the other side may be a
+// peer GPU or a CPU; cuda::atomic_ref is not an option, as PyTorch's wheels lack libcu++.
 #pragma once
 
 #include "protocol/base.hpp"
 
 namespace ark::protocol {
 
+// Why the PTX is enough (PTX ISA, chapter "Memory Consistency Model"). Two operations on a word are morally strong if
+// both are strong, of the word's size, and of scopes that include each other's thread; .sys includes the host's
+// threads. ld.acquire and st.release form an acquire and a release pattern: one synchronizes with the other if it
+// observes it. A sequentially consistent operation is one after a fence.sc.sys, the mapping proven by the model's
+// authors (Lustig, Sahasrabuddhe and Giroux, "A Formal Analysis of the NVIDIA PTX Memory Consistency Model", ASPLOS
+// 2019). All morally strong fence.sc are in one order, which observations after them cannot contradict; Dekker's
+// handshake in counter.hpp relies on that. A fence.sc followed by a strong write is itself a release pattern, so after
+// it a relaxed store releases, and an acquiring add acquires and releases, without a second barrier. volatile and
+// "memory" keep the compiler from moving or merging accesses; no other fence is needed.
+
 using ark::uint32;
 using ark::uint64;
 
-// The ordered forms are sequentially consistent: only for the sleep/wake handshake of counter.hpp (a store that must
-// not be reordered after the load of another word).
+// The ordered forms are sequentially consistent: only for the sleep/wake handshake of counter.hpp, where a store must
+// not be reordered after the load of another word.
 #if ARK_DEVICE_CODE
 
 #define ARK_PTX_ATOMICS(Word, width, reg)                                                                       \

@@ -1,8 +1,8 @@
-// What host and device code share before anything else: integer types, function and loop markers, bit casts.
+// The common base of host and device code: integer types, function and loop markers, bit casts.
 //
-// Compiles under g++ and clang, under nvcc, and under NVRTC without any header but this library's own: PyTorch's
-// wheels bring NVRTC and no CUDA headers. ARK_DEVICE_CODE is 1 where code for a GPU is generated (NVRTC, nvcc's
-// device pass) and inline PTX may stand; elsewhere the portable form of the same function is compiled, and tested.
+// Compiles under g++ and clang, under nvcc, and under NVRTC without headers other than this library's own: PyTorch's
+// wheels contain NVRTC but no CUDA headers. ARK_DEVICE_CODE is 1 where GPU code is generated (NVRTC, nvcc's device
+// pass) and inline PTX is allowed; elsewhere the portable form of the same function is compiled and tested.
 #pragma once
 
 #if !defined(__CUDACC_RTC__)

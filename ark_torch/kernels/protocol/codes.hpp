@@ -1,5 +1,5 @@
-// How a product's weights are coded, as the CPU's and the GPU's kernels are told (Codes in
-// csrc/compiler/graph/stage.hpp says what each means). All of it is known when a plan is emitted.
+// The encoding of a product's weights, as passed to the CPU's and the GPU's kernels (Codes in
+// csrc/compiler/graph/stage.hpp explains each field). All of it is constant when a plan is emitted.
 #pragma once
 
 #include "protocol/base.hpp"
@@ -7,7 +7,7 @@
 namespace ark {
 
 struct Codes {
-  // Of scales or zeros: between two groups, and between two columns.
+  // Strides of scales or zeros: between groups, and between columns.
   struct Strides {
     int group, column;
   };
@@ -19,7 +19,7 @@ struct Codes {
   int block;
 };
 
-// In the place of what is not there.
+// Stands for an absent operand.
 struct NoScale {};
 
 }  // namespace ark

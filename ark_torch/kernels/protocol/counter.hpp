@@ -1,18 +1,17 @@
-// Counters that only grow, and the slot arithmetic of a channel; host and device code.
-//
-// A Counter has one writer (or, as a doorbell, several that add) and any number of readers. It is never reset, so
-// a replay, a loop or a late reader needs no host action. Each lies in a cache line of its own.
-//
-// Ordering. The writer fills a slot with ordinary stores, then advances `value`: a release, so whoever reads the
-// new value with an acquire sees the slot's bytes. The reader, done with a slot, advances its own `released`
-// counter: a release, so the writer that acquires it may overwrite the slot. Sleeping (host only) is a Dekker
-// handshake: the writer stores `value` then loads `sleepers`, the sleeper adds to `sleepers` then loads `value`,
-// all sequentially consistent, so one of the two sees the other and no wake-up is lost.
+// Counters that only grow, and the slot arithmetic of a channel; host and device code. A Counter has one writer (or, as
+// a doorbell, several that add) and any number of readers. It is never reset, so a replay, a loop or a late reader
+// needs no host action. Each is in its own cache line.
 #pragma once
 
 #include "protocol/atomics.hpp"
 
 namespace ark::protocol {
+
+// Memory order. The writer fills a slot with ordinary stores, then advances `value`, a release: a reader that acquires
+// the new value sees the slot's bytes. A reader that is done with a slot advances its own `released` counter, a
+// release: a writer that acquires it may overwrite the slot. Sleeping (host only) is a Dekker handshake: the writer
+// stores `value`, then loads `sleepers`; the sleeper adds to `sleepers`, then loads `value`. All four are sequentially
+// consistent, so one of the two sees the other and no wake-up is lost.
 
 inline constexpr unsigned kCacheLine = 64;
 
@@ -31,7 +30,7 @@ ARK_HOST_DEVICE inline bool reached(const Counter& counter, uint64 target) {
   return current(counter) >= target;
 }
 
-// Advances to `value`; true when a host sleeper must be woken (collectives/cpu/wait.hpp does it).
+// Advances to `value`. Returns true if a host sleeper must be woken, which collectives/cpu/wait.hpp does.
 ARK_HOST_DEVICE inline bool advance(Counter& counter, uint64 value) {
   store_ordered(counter.value, value);
   return load_ordered(counter.sleepers) != 0;
@@ -43,8 +42,8 @@ ARK_HOST_DEVICE inline bool ring(Counter& counter) {
   return load_ordered(counter.sleepers) != 0;
 }
 
-// A channel of `slots` slots carries messages 0, 1, 2, ...; message n lies in slot n % slots. The writer may fill
-// it once every reader has released message n - slots, that is, once their counters reached this:
+// A channel of `slots` slots carries messages 0, 1, 2, ...; message n is in slot n % slots. The writer may fill it once
+// every reader has released message n - slots, that is, once their counters have reached this:
 ARK_HOST_DEVICE inline uint64 needed_to_write(uint64 message, uint64 slots) {
   return message + 1 > slots ? message + 1 - slots : 0;
 }

@@ -1,12 +1,11 @@
-// Packets of 16 bytes, 8 of data and 8 of the epoch that tells when the data is there; host and device code.
+// Packets of 16 bytes: 8 of data and 8 of the epoch that tells when the data has arrived; host and device code. A place
+// never holds the awaited epoch before its data: a place's epochs only grow, memory starts as zeros, and a slot is
+// reused only after its message was taken.
 //
-// Ordering, device: the PTX memory model treats a vector access as several scalar ones in no order; the hardware
-// carries an aligned 16-byte access whole, over NVLink and PCIe too (NCCL's LL128 and MSCCL++'s LL16 packets rest on
-// the same), so data and epoch arrive together and no fence is needed. Host: two words, the data first and the epoch
-// with release, read the other way round: what the device's access does at once, and ThreadSanitizer sees.
-//
-// Invariant: a place never holds the epoch that is awaited before its data. Epochs of a place only grow, and memory is
-// zero at first. A message's slot is written again only when the message in it was taken.
+// Memory order, device: the PTX memory model treats a vector access as several unordered scalar ones, but the hardware
+// transfers an aligned 16-byte access as a whole, also over NVLink and PCIe (NCCL's LL128 and MSCCL++'s LL16 packets
+// rely on it too). So data and epoch arrive together without a fence. Host: two words, data first, then the epoch with
+// release; read in reverse order. ThreadSanitizer sees that.
 #pragma once
 
 #include "protocol/atomics.hpp"
@@ -31,13 +30,13 @@ ARK_DEVICE_INLINE void load_packet(const void* from, uint64& data, uint64& epoch
 #endif
 }
 
-// Units of 16 bytes travel as two packets: those of 32 consecutive units lie in 32 + 32 places, so that a warp stores
+// A unit of 16 bytes travels as two packets. Those of 32 consecutive units are in 32 + 32 places, so that a warp stores
 // whole rows.
 inline constexpr uint64 kPacketRow = 512;
 ARK_HOST_DEVICE constexpr uint64 packet_place(uint64 unit) {
   return (unit / 32 * 2) * kPacketRow + unit % 32 * 16;
 }
-// Memory that a message of so many bytes takes.
+// Memory for a message of this many bytes.
 ARK_HOST_DEVICE constexpr uint64 packet_bytes(uint64 bytes) {
   return (bytes + kPacketRow - 1) / kPacketRow * 2 * kPacketRow;
 }
@@ -47,7 +46,7 @@ ARK_DEVICE_INLINE void store_unit_packets(char* slot, uint64 unit, uint64 low, u
   store_packet(to, low, epoch);
   store_packet(to + kPacketRow, high, epoch);
 }
-// False: not there yet.
+// Returns false if the unit has not arrived yet.
 ARK_DEVICE_INLINE bool load_unit_packets(const char* slot, uint64 unit, uint64& low, uint64& high, uint64 epoch) {
   const char* from = slot + packet_place(unit);
   uint64 low_epoch = 0, high_epoch = 0;

@@ -1,25 +1,25 @@
-// A ring of 16-byte requests from GPU threads to a host thread, with commit by parity; host and device code.
+// A ring of 16-byte requests from GPU threads to a host thread, committed by parity; host and device code.
 //
-// A request is two words. The top bit of each is the parity of its lap around the ring, so that the reader tells a new
-// half from one of the lap before, in whichever order halves become visible, and no counter is written beside them. A
-// ring starts as zeros, which is the parity of no first lap. Many threads may post: each takes a number, and with it a
-// place, from `head`; requests are served in the order of their numbers.
-//
-// Ordering. A post is a release of all that its thread had done or seen before: on the device a fence and one 16-byte
-// store, on the host two stores with release. The reader acquires both halves. `served` is stored by the reader, with
-// release, behind its reads of a request; a poster that needs the place acquires it.
-//
-// Liveness. A poster waits only when `kRequests` are under way, and the reader waits for no poster but the next one,
-// which has its place already.
+// A request is two words. The top bit of each is the parity of its lap around the ring, so the reader distinguishes a
+// new half from one of the previous lap, in whichever order halves become visible, without a separate counter. A ring
+// starts as zeros, which is not the first lap's parity. Many threads may post: each takes a number from `head`, which
+// determines its place; requests are served in the order of numbers.
 #pragma once
 
 #include "protocol/atomics.hpp"
 
 namespace ark::protocol {
 
+// Memory order. A post releases all that its thread did or saw before: on the device by a fence and one 16-byte store,
+// on the host by two stores with release. The reader acquires both halves. It stores `served` with release after
+// reading a request; a poster that needs the place acquires it.
+//
+// No deadlock. A poster waits only while `kRequests` are in flight, and the reader only for the next poster, which has
+// its place already.
+
 inline constexpr uint64 kRequests = 128;
 
-// What is asked for. Offsets are within the windows of memory that the reader was told of.
+// Offsets are within the memory windows registered with the reader.
 struct Request {
   enum Kind : uint32 { put = 1, put_with_signal = 2, signal = 3 };
   Kind kind;
@@ -31,7 +31,7 @@ struct alignas(16) RequestWords {
   uint64 low, high;
 };
 
-// Zero at first. In memory of the host that the device writes; but `head` is the device's own.
+// Initially zero. In host memory that the device writes; `head` is in the device's own memory.
 struct RequestRing {
   RequestWords requests[kRequests];
   alignas(64) uint64 served;
@@ -51,11 +51,11 @@ ARK_HOST_DEVICE inline Request unpacked(const RequestWords& words) {
           words.high & offsets, words.low & offsets, (words.low >> 40 & 0xfffff) | (words.high >> 40 & 0x7fff) << 20};
 }
 
-// Poster. A number is taken for good: it must be posted.
+// Poster: takes a number, for which it must then post.
 ARK_HOST_DEVICE inline uint64 take_number(uint64& head) {
   return add_relaxed(head, uint64{1});
 }
-// Whether the number's place is free; `known`: the caller's, what it has seen of `served`.
+// Whether the number's place is free. `known`: the last value of `served` that the caller has seen.
 ARK_HOST_DEVICE inline bool has_room(const RequestRing& ring, uint64 number, uint64& known) {
   if (number < known + kRequests) return true;
   known = load_acquire(ring.served);
@@ -74,7 +74,7 @@ ARK_HOST_DEVICE inline void post(RequestRing& ring, uint64 number, const Request
 #endif
 }
 
-// Reader: the request of this number, if it is there.
+// Reader: takes the request of this number, if it has arrived.
 ARK_HOST_DEVICE inline bool take(const RequestRing& ring, uint64 number, Request& request) {
   const RequestWords& place = ring.requests[number % kRequests];
   const uint64 parity = number / kRequests % 2 == 0 ? 1 : 0;

@@ -1,7 +1,7 @@
-"""`ark bench`: the collectives of ark beside Gloo and, where it is installed, Open MPI.
+"""`ark bench`: compares the collectives of ark with Gloo and, if installed, Open MPI.
 
-Figures taken on a busy machine are worth little: the load is noted beside them. For work on ark_torch itself there is
---developer: the project's goals beside the figures, and tables for its README.
+Results from a busy machine are unreliable, so the load is recorded with them. --developer, for work on ark_torch
+itself, adds the project's goals and tables for its README.
 """
 
 from __future__ import annotations

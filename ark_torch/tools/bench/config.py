@@ -1,5 +1,4 @@
-"""What one invocation of the benchmark is to do, as it travels from the command line to the ranks (JSON, no pickle),
-and the sizes that it walks through."""
+"""The configuration of one benchmark run, sent from the command line to the ranks as JSON, and the list of sizes."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ OPERATION_NAMES = (
     "barrier",
 )
 REDUCTIONS = ("sum", "min", "max")
-# dtype by name: (largest whole number drawn, divisor). Sums of 16 ranks' numbers stay exact.
+# dtype: (largest whole number drawn, divisor). Sums over 16 ranks stay exact.
 DTYPES = {
     "float32": (1 << 19, 1024),
     "float64": (1 << 30, 1024),
@@ -38,15 +37,15 @@ class Config:
     world: int
     operations: tuple[str, ...]
     sizes: tuple[int, ...]
-    backends: tuple[str, ...]  # the first is the one that the others are held against
+    backends: tuple[str, ...]  # the first is the reference for the others
     mpi: bool
     dtype: str = "float32"
     redop: str = "sum"
     rounds: int = 7
-    batch_seconds: float = 0.03  # how long a backend is timed in one turn, at least one call
+    batch_seconds: float = 0.03  # duration of one backend's turn; at least one call
     timeout_seconds: float = 120.0
-    overhead: bool = False  # time the empty backend as well
-    goals: bool = False  # say which of this project's own goals are met
+    overhead: bool = False  # also time the empty backend
+    goals: bool = False  # report this project's goals
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -68,7 +67,7 @@ def parse_size(text: str) -> int:
 
 
 def sizes_between(smallest: int, largest: int, factor: int) -> tuple[int, ...]:
-    """smallest, smallest * factor, ... and at last largest."""
+    """smallest, smallest * factor, ..., and finally largest."""
     if smallest > largest:
         raise ValueError(f"the smallest size, {smallest} bytes, is above the largest, {largest} bytes")
     sizes = []

@@ -1,4 +1,4 @@
-"""The speeds that this project has set itself, as ratios to Gloo in the same run (float32, called from Python)."""
+"""The project's speed goals, as ratios to Gloo in the same run (float32, called from Python)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FIVE_TIMES = {
 
 
 def goal(operation: str, ranks: int, size: int) -> float | None:
-    """How many times as fast as Gloo; None where no goal is set."""
+    """The required speedup over Gloo; None if there is no goal."""
     if operation in FIVE_TIMES:
         return 5.0
     if operation != "all_reduce":
@@ -32,7 +32,7 @@ def goal(operation: str, ranks: int, size: int) -> float | None:
 
 
 def verdict(operation: str, ranks: int, size: int, ratio: float | None) -> str:
-    """'met >=10' or 'MISSED >=10'; nothing where there is no goal or no rival."""
+    """'met >=10' or 'MISSED >=10'; "" without a goal or a rival."""
     wanted = goal(operation, ranks, size)
     if wanted is None or ratio is None:
         return ""

@@ -1,6 +1,5 @@
-"""Starts the ranks of one benchmark run and gathers what rank 0 wrote: by mpirun where Open MPI takes part, otherwise
-as plain processes. A rank that fails ends the others; nothing is left running.
-"""
+"""Starts the ranks of one benchmark run and collects rank 0's results: through mpirun if Open MPI takes part, else as
+plain processes. A rank that fails ends the others; nothing is left running."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ class BenchmarkFailed(RuntimeError):
 
 
 def why_no_mpi() -> str:
-    """Why MPI cannot take part; empty when it can."""
+    """Why MPI cannot take part; "" if it can."""
     if importlib.util.find_spec("mpi4py") is None:
         return "mpi4py is not installed"
     if shutil.which("mpirun") is None:
@@ -36,8 +35,8 @@ def why_no_mpi() -> str:
 
 
 def run_ranks(config: Config) -> list[dict[str, Any]]:
-    """Runs the ranks to their end; the rows that they measured."""
-    # The parent holds the store: its port is free for certain, and no rank need come first.
+    """Runs the ranks to their end; returns the measured rows."""
+    # The parent holds the store: its port is certainly free, and ranks may start in any order.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="ark-bench-") as folder:
         results = os.path.join(folder, "rows.jsonl")
@@ -59,13 +58,13 @@ def run_ranks(config: Config) -> list[dict[str, Any]]:
 
 
 def mpirun(world: int) -> list[str]:
-    """Ranks may outnumber cores and are free to move, as those of the other backends are."""
+    """Ranks may outnumber cores and are not bound, like those of the other backends."""
     command = ["mpirun", "-n", str(world), "--oversubscribe", "--bind-to", "none"]
     return [*command, "--allow-run-as-root"] if os.geteuid() == 0 else command
 
 
 def wait_for(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Returns when all have ended well; raises as soon as one has not."""
+    """Waits for all processes; raises as soon as one fails."""
     running = list(processes)
     while running:
         for process in list(running):
@@ -80,7 +79,7 @@ def wait_for(processes: list[subprocess.Popen[bytes]]) -> None:
 
 def end(processes: list[subprocess.Popen[bytes]]) -> None:
     for process in processes:
-        process.terminate()  # mpirun passes it on to its ranks
+        process.terminate()  # mpirun forwards it to its ranks
     for process in processes:
         try:
             process.wait(10)

@@ -1,9 +1,9 @@
-"""Times one operation over several backends in turns, and checks what each returns.
+"""Times one operation over several backends in turns, and checks their results.
 
-The backends take turns, round after round, in an order that moves on, so that whatever else the machine does hits all
-of them alike. A turn starts behind a barrier and a call that is not timed, and lasts as long as its slowest rank; the
-median of the turns counts, and half their interquartile range tells how far to trust it. Outputs are poisoned before
-the first call and after the last turn, and both results must equal what is right, element by element.
+The backends take turns in a rotating order, so that other load affects all of them equally. A turn starts after a
+barrier and an untimed call, and takes as long as its slowest rank; the median of the turns counts, and half their
+interquartile range is the uncertainty. Outputs are poisoned before the first call and after the last turn, and both
+results must be exactly right, element by element.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Binder = Callable[[Operation, Case, Tensor, Tensor], Call]
 
 @dataclass(frozen=True)
 class Timing:
-    """One backend's figures for one case, over all ranks; times in microseconds."""
+    """One backend's results for one case, over all ranks; times in microseconds."""
 
     median: float
     best: float
@@ -37,7 +37,7 @@ class Timing:
 
 
 class Bench:
-    """`control` is a group of PyTorch's own over which the ranks agree on counts and combine their times."""
+    """`control`: a group of PyTorch's own, over which the ranks agree on counts and combine their times."""
 
     def __init__(self, control: dist.ProcessGroup, binders: dict[str, Binder], rounds: int, seconds: float) -> None:
         self.control = control
@@ -59,12 +59,12 @@ class Bench:
         errors: dict[str, str] = {}
 
         def check(name: str) -> None:
-            """One call on fresh data; a backend that fails on any rank is left out from then on."""
+            """One call on fresh data; a backend that fails on any rank is excluded from then on."""
             message = ""
             poison(operation, x, y)
             try:
                 calls[name]()
-            except Exception as error:  # whatever it is, it belongs into the table, not in the way of other backends
+            except Exception as error:  # any error goes into the table and must not stop other backends
                 message = f"{type(error).__name__}: {error}".splitlines()[0]
             if self.maximum([float(message != "")])[0] > 0:
                 errors[name] = message or "failed on another rank"
@@ -98,7 +98,7 @@ class Bench:
         return timings
 
     def iterations_for(self, call: Call) -> int:
-        """How many calls fill a turn: doubled until they last a quarter of it. The same on all ranks."""
+        """The number of calls in a turn, doubled until they take a quarter of it. The same on all ranks."""
         count = 1
         while True:
             elapsed = self.maximum([self.turn(call, count)])[0]  # of one call
@@ -107,7 +107,7 @@ class Bench:
             count *= 2
 
     def turn(self, call: Call, iterations: int) -> float:
-        """Seconds a call on this rank, the ranks starting together."""
+        """Seconds per call on this rank; all ranks start together."""
         dist.barrier(group=self.control)
         call()
         start = time.perf_counter()
@@ -124,7 +124,7 @@ def poison(operation: Operation, x: Tensor, y: Tensor) -> None:
 
 
 def count_wrong(result: Tensor, expected: Tensor) -> int:
-    """Elements that differ (NaN, the poison, differs from all that can be expected)."""
+    """Number of wrong elements (NaN, the poison, differs from all expected values)."""
     if torch.equal(result, expected):
         return 0
     return int((result != expected).sum())
@@ -135,5 +135,5 @@ def bind_to(group: dist.ProcessGroup) -> Binder:
 
 
 def bind_to_mpi(communicator: Any) -> Binder:
-    """MPI works on the tensors' own memory, seen through NumPy."""
+    """MPI works on the tensors' own memory through NumPy."""
     return lambda operation, case, x, y: operation.bind_mpi(case, communicator, x.numpy(), y.numpy())

@@ -1,8 +1,8 @@
-"""The collectives that the benchmark times: how each is called, what it must return, and how its bus bandwidth counts.
+"""The collectives of the benchmark: how each is called, its expected result, and its bus bandwidth factor.
 
-Sizes mean what they mean in nccl-tests: the bytes of the larger of a rank's two buffers (`count` elements). Inputs are
-random whole numbers, scaled, so small that every partial sum is exact in the dtype: whatever order a backend adds in,
-the right result is one bit pattern, and any other is counted as wrong.
+Sizes are those of nccl-tests: the bytes of the larger of a rank's two buffers (`count` elements). Inputs are scaled
+random whole numbers, small enough that every partial sum is exact in the dtype: in any order of addition the right
+result is one bit pattern, and any other counts as wrong.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REDUCE_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "min": torch.minimum,
     "max": torch.maximum,
 }
-PATTERN = 65_537  # elements of the random block that larger inputs repeat: prime, so that no chunk looks like another
+PATTERN = 65_537  # elements of the random block that larger inputs repeat; prime, so that all chunks differ
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Case:
 
     rank: int
     world: int
-    count: int  # elements of the larger buffer; a multiple of world where the operation shares it out
+    count: int  # elements of the larger buffer; a multiple of world if the operation splits it
     dtype: str
     redop: str
 
@@ -57,7 +57,7 @@ class Case:
         return (self.rank - 1) % self.world
 
     def input_of(self, rank: int, elements: int) -> Tensor:
-        """The random input of a rank: every rank can make every other's, to know what is right."""
+        """A rank's random input; every rank can generate all inputs to know the expected result."""
         largest, divisor = DTYPES[self.dtype]
         generator = torch.Generator().manual_seed(1000 * self.count + rank)
         block = torch.randint(-largest, largest + 1, (min(elements, PATTERN),), generator=generator)
@@ -76,13 +76,13 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Operation:
-    """`bind` makes the call that is timed; x is the input, y the output (the same tensor where `in_place`)."""
+    """`bind` makes the timed call; x is the input, y the output (the same tensor if `in_place`)."""
 
     name: str
     bus_factor: Callable[[int], float]
     bind: Callable[[Case, dist.ProcessGroup, Tensor, Tensor], Call]
     bind_mpi: Callable[[Case, Any, Any, Any], Call]  # communicator, buffers
-    expected: Callable[[Case], Tensor | None]  # None: this rank's output is not defined
+    expected: Callable[[Case], Tensor | None]  # None: this rank's output is undefined
     input_shared: bool = False  # the input is one rank's share of `count`
     output_shared: bool = False
     in_place: bool = False
@@ -94,7 +94,7 @@ class Operation:
         return self.input_shared or self.output_shared or self.name == "all_to_all_single"
 
     def count_for(self, size: int, itemsize: int, world: int) -> int:
-        """Elements for a size in bytes: at least one, and at least one a rank where they are shared out."""
+        """Number of elements for a size in bytes: at least one, or at least one per rank if they are split."""
         count = max(1, size // itemsize)
         return max(1, count // world) * world if self.splits else count
 
@@ -114,7 +114,7 @@ def all_inputs(case: Case) -> Tensor:
 
 
 def own_share(case: Case, rank: int) -> Tensor:
-    """What a rank's input holds for this one."""
+    """The part of a rank's input destined for this rank."""
     return case.input_of(rank, case.count)[case.rank * case.share : (case.rank + 1) * case.share]
 
 

@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: a JSON file that says where and how its figures were taken, and a picture."""
+"""Writes a benchmark's results: a JSON file that also records where and how they were measured, and a picture."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def cpu_model() -> str:
 
 
 def revision() -> str:
-    """The commit of the source tree that is measured, with a + where files differ from it; empty outside a checkout."""
+    """The commit of the measured source tree, with a + if files differ from it; "" outside a checkout."""
     here = Path(__file__).resolve().parent
     try:
         command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
@@ -50,7 +50,7 @@ def mpi_version() -> str:
 
 
 def surroundings(command: str, mpi: bool = False) -> dict[str, Any]:
-    """Machine, versions, date and command of a measurement, taken before it starts."""
+    """Machine, versions, date and command of a measurement, recorded before it starts."""
     versions = {"ark_torch": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
     if mpi:
         versions["mpi"] = mpi_version()
@@ -67,7 +67,7 @@ def surroundings(command: str, mpi: bool = False) -> dict[str, Any]:
             "load_before": round(os.getloadavg()[0], 2),
         },
         "versions": versions,
-        # What changes how ark behaves: ARK_DISABLE, say, would measure Gloo against itself.
+        # Variables that affect ark: ARK_DISABLE, for example, would compare Gloo with itself.
         "environment": {
             name: os.environ[name] for name in sorted(os.environ) if name.startswith(("ARK_", "TORCH_DIST"))
         },
@@ -79,7 +79,7 @@ def shown_command(module: str) -> str:
 
 
 def write_json(path: Path, about: dict[str, Any], rows: list[Row], **more: Any) -> None:
-    """One row a line, so that a new measurement shows as a readable difference."""
+    """Writes one row per line, so that a new measurement gives a readable diff."""
     path.parent.mkdir(parents=True, exist_ok=True)
     head = json.dumps({**about, **more}, indent=1)
     lines = ",\n".join(" " + json.dumps(row) for row in rows)
@@ -87,7 +87,7 @@ def write_json(path: Path, about: dict[str, Any], rows: list[Row], **more: Any) 
 
 
 def draw(path: Path, about: dict[str, Any], rows: list[Row]) -> str:
-    """Time and ratio by size, a row of pictures an operation; the reason when there is none."""
+    """Draws time and ratio by size, one row of plots per operation; returns the reason if it cannot."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

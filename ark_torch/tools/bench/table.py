@@ -1,7 +1,7 @@
-"""The benchmark's lines of text, with the columns of nccl-tests: size, count, type, redop, time, algbw, busbw, #wrong.
+"""The benchmark's text output, with the columns of nccl-tests: size, count, type, redop, time, algbw, busbw, #wrong.
 
-algbw is bytes by time; busbw is algbw times the operation's factor, which makes operations and numbers of ranks
-comparable (2(n-1)/n for all_reduce). The rivals follow with their time and the ratio of theirs to ours.
+algbw is bytes / time; busbw is algbw times the operation's factor, which makes operations and numbers of ranks
+comparable (2(n-1)/n for all_reduce). Each rival's time and its ratio to ours follow.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def heading(operation: str, config: Config) -> str:
 
 
 def ratio_to(row: Row, rival: str) -> float | None:
-    """The rival's time by ours; None where one of the two failed or did not run."""
+    """The rival's time / ours; None if one of the two failed or did not run."""
     timings = list(row["timings"].values())
     theirs = row["timings"].get(rival)
     if not timings or theirs is None or timings[0]["error"] or theirs["error"]:
@@ -49,7 +49,7 @@ def best_ratio(row: Row) -> float | None:
 
 
 def verdict(row: Row) -> str:
-    """Goals are set against Gloo for float32; nothing is met by wrong results."""
+    """Goals apply to Gloo and float32; wrong results never meet them."""
     if row["dtype"] != "float32":
         return ""
     if next(iter(row["timings"].values()))["wrong"]:
@@ -93,7 +93,7 @@ def overhead_line(overhead: dict[str, float], with_goals: bool = False) -> str:
 
 
 def summary(rows: list[Row]) -> str:
-    """The last lines of nccl-tests: wrong values of the measured backend, and its mean bus bandwidth."""
+    """The last lines of nccl-tests: the reference backend's wrong values and mean bus bandwidth."""
     timings = [(row, next(iter(row["timings"].values()))) for row in rows]
     wrong = sum(timing["wrong"] for _, timing in timings)
     failed = sum(bool(timing["error"]) for _, timing in timings)
@@ -107,7 +107,7 @@ def summary(rows: list[Row]) -> str:
 
 
 def goals_met(rows: list[Row]) -> str:
-    """How many goals were met."""
+    """Lists how many goals were met, and which were missed."""
     verdicts = [text for row in rows if (text := verdict(row))]
     missed = [row for row in rows if verdict(row) and not verdict(row).startswith("met")]
     lines = [f"\n# Goals: {len(verdicts) - len(missed)} of {len(verdicts)} met"]

@@ -1,7 +1,7 @@
 """One rank of the benchmark: `python -m ark_torch.tools.bench.worker CONFIG PORT RESULTS`, started by launch.py.
 
-Rank and number of ranks come from RANK and WORLD_SIZE or, under mpirun, from Open MPI. All backends live as groups of
-their own in the same processes. Rank 0 appends a JSON line to RESULTS for each case and prints it.
+Rank and number of ranks come from RANK and WORLD_SIZE or, under mpirun, from Open MPI. Each backend has its own group
+in the same processes. For each case rank 0 appends a JSON line to RESULTS and prints it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .config import Config
 from .measure import Bench, Binder, bind_to, bind_to_mpi
 from .operations import OPERATIONS, Case
 
-EMPTY = "empty"  # PyTorch's own backend that does nothing: what a call costs before any backend gets it
+EMPTY = "empty"  # PyTorch's fake backend, which does nothing: the cost of a call before any backend
 
 
 def make_binders(config: Config, timeout: timedelta) -> dict[str, Binder]:
@@ -30,7 +30,7 @@ def make_binders(config: Config, timeout: timedelta) -> dict[str, Binder]:
     if config.mpi:
         import mpi4py
 
-        mpi4py.rc.thread_level = "funneled"  # one thread calls MPI: it need not lock
+        mpi4py.rc.thread_level = "funneled"  # only one thread calls MPI, so it need not lock
         from mpi4py import MPI
 
         binders["mpi"] = bind_to_mpi(MPI.COMM_WORLD)
@@ -43,7 +43,7 @@ def run_cases(bench: Bench, config: Config, rank: int, emit: Any) -> None:
         operation = OPERATIONS[name]
         if rank == 0:
             print(table.heading(name, config), flush=True)
-        # Small sizes may come to the same count: at least one element a rank.
+        # Small sizes may have the same count: at least one element per rank.
         counts = sorted({operation.count_for(size, itemsize, config.world) for size in config.sizes})
         for count in counts if name != "barrier" else [0]:
             case = Case(rank, config.world, count, config.dtype, config.redop)
@@ -64,7 +64,7 @@ def run_cases(bench: Bench, config: Config, rank: int, emit: Any) -> None:
 
 
 def run_overhead(bench: Bench, config: Config, rank: int, emit: Any) -> None:
-    """One call of all_reduce on 4 bytes, beside a backend that does nothing. Its result is not looked at."""
+    """One all_reduce call on 4 bytes, compared with a backend that does nothing. The result is not checked."""
     try:
         import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers the backend "fake"
 
@@ -102,7 +102,7 @@ def main() -> None:
         if config.overhead:
             run_overhead(bench, config, rank, emit)
     dist.barrier()
-    time.sleep(0.1)  # Gloo's threads let go of their last tensors before the groups are destroyed
+    time.sleep(0.1)  # lets Gloo's threads release their last tensors before the groups are destroyed
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-// See the header.
+// Implements layout.hpp.
 #include "collectives/compressed/layout.hpp"
 
 #include <algorithm>
@@ -40,7 +40,7 @@ std::vector<Part> cut(const std::vector<Segment>& segments, uint32_t element_byt
     for (uint64_t first = 0; first < buckets;) {
       while (r + 1 < count && bound(r + 1) <= at + first * stride) ++r;
       const uint64_t until =
-          r + 1 < count ? std::min(buckets, (bound(r + 1) - at + stride - 1) / stride) : buckets;  // first one beyond
+          r + 1 < count ? std::min(buckets, (bound(r + 1) - at + stride - 1) / stride) : buckets;  // the end
       const uint64_t begin = first * segment.bucket, end = std::min(until * segment.bucket, segment.numel);
       append(made[r], segment, element + begin, end - begin, number + first, element_bytes);
       first = until;
@@ -65,7 +65,7 @@ std::vector<Part> shares_of(const std::vector<Segment>& segments, uint32_t eleme
 
 Part slice(const Part& part, uint32_t element_bytes, uint64_t from, uint64_t to) {
   Part made;
-  uint64_t first = 0;  // of the piece
+  uint64_t first = 0;  // first bucket of the piece
   for (const Piece& piece : part.pieces) {
     const uint64_t count = quantize::buckets_of(piece);
     const uint64_t begin = std::max(from, first) - first, end = std::min(to, first + count) - std::min(to, first);

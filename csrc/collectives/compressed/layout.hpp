@@ -1,10 +1,10 @@
-// Which buckets belong to which rank, and where their records lie.
+// Assigns buckets to ranks and places their records.
 //
-// A tensor is made of segments, one behind another; a segment of buckets, whose last may be short. A bucket is never
-// split over ranks. An all-reduce cuts all segments' buckets together into parts of about as many bytes, so that a few
-// large segments and many small ones cost every rank the same; a part may be empty (more ranks than buckets). In a
-// reduce-scatter and an all-gather a part is a rank's share. Records of a part lie one behind another, each a multiple
-// of 8 bytes. All of it follows from the arguments alone, so every rank knows every part without a word.
+// A tensor consists of consecutive segments, and a segment of buckets, whose last may be short. A bucket is never split
+// between ranks. all_reduce cuts the buckets of all segments into parts of nearly equal bytes, so every rank has the
+// same work; with more ranks than buckets some parts are empty. In reduce_scatter and all_gather a part is one rank's
+// share. A part's records are contiguous, each a multiple of 8 bytes. Every rank computes all parts from the arguments
+// alone.
 #pragma once
 
 #include <cstddef>
@@ -21,17 +21,17 @@ struct Segment {
 };
 
 struct Part {
-  std::vector<quantize::Piece> pieces;  // `at` counts from the part's first byte
+  std::vector<quantize::Piece> pieces;  // `at` is relative to the part's first byte
   uint64_t bytes = 0;
   uint64_t buckets = 0;
 };
 
-// The segments cut into parts of about as many bytes.
+// Cuts the segments into parts of nearly equal bytes.
 std::vector<Part> cut(const std::vector<Segment>& segments, uint32_t element_bytes, int parts);
-// The same segments once for every share, one behind another.
+// Repeats the segments once per share, one share after the other.
 std::vector<Part> shares_of(const std::vector<Segment>& segments, uint32_t element_bytes, int shares);
 
-// Buckets [from, to) of a part, whose records begin at 0.
+// Returns buckets [from, to) of a part; their records begin at 0.
 Part slice(const Part& part, uint32_t element_bytes, uint64_t from, uint64_t to);
 
 // One bucket of a piece.
@@ -44,7 +44,7 @@ struct Bucket {
 // Calls body(bucket) for buckets [from, to) of a part.
 template <class Body>
 void for_buckets(const Part& part, uint32_t element_bytes, uint64_t from, uint64_t to, Body&& body) {
-  uint64_t first = 0;  // of the piece
+  uint64_t first = 0;  // first bucket of the piece
   for (const quantize::Piece& piece : part.pieces) {
     const uint64_t count = quantize::buckets_of(piece);
     const uint64_t stride = quantize::record_bytes(piece.bucket, piece.bits, element_bytes);

@@ -1,4 +1,4 @@
-// See the header.
+// Selects the quantizer kernels that match the reduction's instruction set.
 #include "quantizer.hpp"
 
 #include <cstring>

@@ -1,9 +1,8 @@
-// Quantisation of buckets on the CPU: protocol/quantize.hpp's arithmetic in vectors, and sums at a part's owner.
+// Bucket quantisation on the CPU: the arithmetic of protocol/quantize.hpp in vectors, and the sums at a part's owner.
 //
-// Each call works on one bucket and passes over its memory once (a bucket stays in the L1 cache between its two
-// passes). All instruction sets give the same bytes, and they are those of protocol/quantize.hpp; the reductions'
-// choice of a set (collectives/cpu/reduce/reduce.hpp) is this one's, too. Results do not depend on the calling thread's
-// floating-point mode. Pointers need no alignment.
+// Each call handles one bucket, which stays in the L1 cache between its two passes. All instruction sets produce the
+// bytes of protocol/quantize.hpp, and they follow the reductions' choice of a set (collectives/cpu/reduce/reduce.hpp).
+// Results do not depend on the calling thread's floating-point mode. Pointers need no alignment.
 #pragma once
 
 #include <cstddef>
@@ -14,11 +13,11 @@
 
 namespace ark::compressed {
 
-// What a residual is to a quantisation.
+// How a quantisation uses the residual.
 enum class Feedback {
   none,
-  replaced,  // added to the elements; then holds what the quantisation lost
-  added_to,  // what the quantisation of a sum lost, times `weight`, is added
+  replaced,  // is added to the elements, then holds the quantisation error
+  added_to,  // the error of quantising a sum, times `weight`, is added to it
 };
 
 struct EncodeJob {
@@ -37,18 +36,18 @@ struct DecodeJob {
 };
 
 struct QuantizerKernels {
-  // The kernel's type is the input's. `added_to` takes float32 sums, and no exact bucket.
+  // Input elements have the kernel's type. With `added_to` they are float32 sums, and no bucket is exact.
   void (*encode)(const EncodeJob& job, const quantize::Rule& rule, Feedback feedback);
-  // To elements of the kernel's type.
+  // Decodes to elements of the kernel's type.
   void (*decode)(const DecodeJob& job);
-  // To float32: replaces (the first rank) or adds. The kernel's type is that of exact buckets.
+  // Decodes to float32 sums: overwrites them for the first rank, else adds. Exact buckets have the kernel's type.
   void (*accumulate)(const DecodeJob& job, bool first);
-  // float32 sums to elements of the kernel's type.
+  // Converts float32 sums to elements of the kernel's type.
   void (*store)(const float* sums, void* output, uint32_t numel);
   void (*divide)(float* sums, uint32_t numel, float by);
 };
 
-// Of float32, bfloat16 or float16; null for other types.
+// Returns the kernels for float32, bfloat16 or float16; null for other types.
 const QuantizerKernels* find_quantizer(DType dtype);
 
 }  // namespace ark::compressed

@@ -1,7 +1,7 @@
 // Quantisation for the architecture's baseline: SSE2 on x86-64, NEON on aarch64.
 //
-// Headers that are not kernels come first: only what follows the pragmas may use the instruction set, so that no
-// inline function of the standard library is ever compiled for it. Contraction into fused multiply-adds is off.
+// Only code after the pragmas may use the instruction set. All other headers come first, so that no inline function of
+// the standard library is compiled for it. Contraction into fused multiply-adds is off.
 #if defined(__x86_64__)
 #include <emmintrin.h>
 #endif

@@ -1,9 +1,9 @@
-// The loops over a bucket's elements, and the table of them for one instruction set. Private to quantizer_<isa>.cpp.
+// The loops over a bucket's elements, and their table for one instruction set. Private to quantizer_<isa>.cpp.
 //
-// Every vector operation is one of protocol/quantize.hpp's, in its order. A bucket goes through buffers on the stack
-// that stay in the L1 cache: its elements as float32, whole vectors of them, and its codes, a byte each. So no loop
-// knows the elements' type and the codes' width at once, and only those that touch the caller's memory mind the end of
-// a short bucket. Whole buckets of float32 are read and written where they lie.
+// Vector operations follow protocol/quantize.hpp, in the same order. Stack buffers that stay in the L1 cache hold the
+// bucket's elements as float32, padded to whole vectors, and its codes, one byte each. So no loop depends on both the
+// element type and the code width, and only loops over the caller's memory handle a short bucket's end. Whole float32
+// buckets are used in place.
 #pragma once
 
 #include "collectives/cpu/reduce/reduce_formats.hpp"
@@ -21,7 +21,7 @@ using quantize::Rounding;
 using quantize::Rule;
 using quantize::Scale;
 
-inline constexpr uint32_t kRoom = quantize::kMostBucket + ARK_REDUCE_BYTES;  // elements
+inline constexpr uint32_t kRoom = quantize::kMostBucket + ARK_REDUCE_BYTES;  // in elements
 
 template <class Element>
 inline constexpr uint32_t kElementBytes = sizeof(ElementOf<typename Element::Raw>);
@@ -33,7 +33,7 @@ ARK_INLINE const unsigned char* bytes_of(const float* x) {
   return reinterpret_cast<const unsigned char*>(x);
 }
 ARK_INLINE F32 smaller(F32 x, F32 than) {
-  return x < than ? x : than;  // `than` where x is a NaN
+  return x < than ? x : than;  // returns `than` if x is a NaN
 }
 ARK_INLINE F32 larger(F32 x, F32 than) {
   return x > than ? x : than;
@@ -47,7 +47,7 @@ ARK_INLINE void each_vector(uint32_t numel, Body&& body) {
   if (i < numel) body.template operator()<false>(i, numel - i);
 }
 
-// The caller's elements as float32, the residual added, whole vectors of them: behind the last one stands the first.
+// Loads the elements as float32 and adds the residual. Copies of the first element pad the last vector.
 template <class Element, bool kFed>
 __attribute__((noinline)) void take(const EncodeJob& given, float* to) {
   const EncodeJob job = given;
@@ -77,7 +77,7 @@ ARK_INLINE void extend(Extent& extent, const float* from) {
   extent.magnitude = magnitude > extent.magnitude ? magnitude : extent.magnitude;
 }
 
-// Of whole vectors.
+// `numel` is a multiple of the vector length.
 template <Format kFormat>
 __attribute__((noinline)) Scale measure(const float* x, uint32_t numel, uint32_t bits) {
   const F32 first = F32{} + x[0];
@@ -104,7 +104,7 @@ __attribute__((noinline)) Scale measure(const float* x, uint32_t numel, uint32_t
   return quantize::fp8_scale(bits_as<float>(magnitude));
 }
 
-// uniform_code() and uniform_value().
+// Vector forms of uniform_code() and uniform_value().
 template <bool kChance>
 struct Uniform {
   float base, step, inverse, levels;
@@ -119,7 +119,7 @@ struct Uniform {
   ARK_INLINE F32 value(I32 code) const { return base + __builtin_convertvector(code, F32) * step; }
 };
 
-// fp8_code() and fp8_value().
+// Vector forms of fp8_code() and fp8_value().
 template <bool kChance>
 struct Small {
   float base, step, inverse, levels;
@@ -138,7 +138,7 @@ struct Small {
   ARK_INLINE F32 value(I32 code) const { return Float8E4M3FN::decode(narrow<U8>(code)) * base; }
 };
 
-// Codes of whole vectors; kLost: to `lost`, what they do not say of x (which may be the same place).
+// Writes the codes of whole vectors. kLost: `lost`, which may alias x, receives the quantisation error.
 template <template <bool> class Coder, bool kChance, bool kLost>
 __attribute__((noinline)) void write_codes(const float* x, uint32_t numel, const Coder<kChance>& given,
                                            const Rule& rule, uint32_t number, unsigned char* codes, float* lost) {
@@ -179,7 +179,7 @@ ARK_INLINE void write(const EncodeJob& job, const Rule& rule, const Scale& scale
     write_codes<Coder, kChance, false>(x, whole, coder, rule, job.number, codes, lost);
 }
 
-// x: whole vectors. lost: null, or room for them.
+// x holds whole vectors. lost: null, or room for as many.
 inline __attribute__((noinline)) void encode_floats(const EncodeJob& job, const Rule& rule, const float* x,
                                                     float* lost) {
   alignas(ARK_REDUCE_BYTES) unsigned char codes[kRoom];
@@ -195,7 +195,7 @@ inline __attribute__((noinline)) void encode_floats(const EncodeJob& job, const 
   packer(job.bits)(codes, job.numel, job.record + quantize::kHeadBytes);
 }
 
-// An exact bucket: elements as they are, a residual added to those where it is not zero.
+// Copies an exact bucket's elements unchanged, adding the residual where it is not zero.
 template <class Element>
 __attribute__((noinline)) void encode_exact(const EncodeJob& given, bool fed) {
   const EncodeJob job = given;
@@ -250,7 +250,7 @@ __attribute__((noinline)) void write_values(const unsigned char* codes, uint32_t
     store<true>(bytes_of(to + i), coder.value(widen(load<U8, true>(codes + i, kLanes))), kLanes);
 }
 
-// A record's elements as float32, whole vectors of them.
+// Decodes a record to float32, in whole vectors.
 template <class Element>
 __attribute__((noinline)) void read_values(const DecodeJob& job, float* to) {
   if (job.bits == 0) {

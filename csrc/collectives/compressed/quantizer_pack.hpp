@@ -1,8 +1,7 @@
-// Codes of a byte each to codes of 1 to 8 bits and back, eight in a 64-bit word. Private to the quantizer_<isa>.cpp
-// files.
+// Packs byte codes into codes of 1 to 8 bits and unpacks them, eight per 64-bit word. Private to quantizer_<isa>.cpp.
 //
-// A word's codes are pushed together in three steps (pairs, pairs of pairs, all eight); its low `bits` bytes are the
-// result. Words are stored whole, one over the other's zeros; the last ones of a record are stored to size.
+// Three steps push a word's codes together (pairs, fours, all eight), and its low `bits` bytes are the result. Each
+// word is stored whole, over the zero bytes of the previous one; a record's last words are stored at their exact size.
 #pragma once
 
 #include "collectives/cpu/reduce/reduce_lanes.hpp"
@@ -13,7 +12,7 @@ namespace ark::ARK_REDUCE_ISA::quantizer {
 inline constexpr int kWords = ARK_REDUCE_BYTES / 8;
 using Words = Vec<uint64_t, kWords>;
 
-// Lanes of 16 * 2^n bits: pushes the upper half of each down (or up again), kUsed of whose bits are not zero.
+// Moves the upper half of each lane (16 * 2^n bits) down, or back up. Each half uses kUsed bits.
 template <int kLane, int kUsed, class W>
 ARK_INLINE W push(W x, bool down) {
   constexpr uint64_t lanes = ~uint64_t{0} / (kLane == 64 ? ~uint64_t{0} : (uint64_t{1} << (kLane % 64)) - 1);
@@ -41,7 +40,7 @@ ARK_INLINE W spread(W x) {
   return x;
 }
 
-// `codes` holds zeros behind the last one, up to a whole vector.
+// Zeros pad `codes` to a whole vector.
 template <int kBits>
 __attribute__((noinline)) void pack(const unsigned char* codes, uint32_t numel, unsigned char* to) {
   const uint32_t words = (numel + 7) / 8;

@@ -1,7 +1,7 @@
-// Philox4x32-10 in vectors: one counter a lane. Private to the quantizer_<isa>.cpp files.
+// Philox4x32-10 in vectors, one counter per lane. Private to quantizer_<isa>.cpp.
 //
-// A counter's 128 bits are the chances of eight neighbouring elements. Lanes hold counters in such an order that
-// interleaving the four result words within 128 bits leaves the chances in the order of the elements.
+// A counter's 128 bits give the chances of eight adjacent elements. The lanes order counters so that interleaving the
+// four result words within 128 bits puts the chances in element order.
 #pragma once
 
 #include "collectives/cpu/reduce/reduce_lanes.hpp"
@@ -12,8 +12,8 @@ namespace ark::ARK_REDUCE_ISA::quantizer {
 using U32 = Vec<uint32_t, kLanes>;
 using U64 = Vec<uint64_t, kLanes / 2>;
 
-inline constexpr int kChains = 2;                             // side by side: a round waits for the one before it
-inline constexpr int kRandomElements = kChains * 8 * kLanes;  // of one call
+inline constexpr int kChains = 2;  // independent chains, because each round depends on the previous one
+inline constexpr int kRandomElements = kChains * 8 * kLanes;  // per call
 
 #if defined(__x86_64__)
 
@@ -28,7 +28,7 @@ using Register = __m128i;
 #define ARK_WIDE(name) _mm_##name
 #endif
 
-ARK_INLINE U64 even_product(U64 a, U64 b) {  // of the low halves
+ARK_INLINE U64 even_product(U64 a, U64 b) {  // products of the low halves
 #if ARK_REDUCE_BYTES == 64
   return bits_as<U64>(_mm512_maskz_mul_epu32(0xff, bits_as<__m512i>(a), bits_as<__m512i>(b)));
 #else

@@ -1,5 +1,5 @@
-// all_gather and gather: every rank publishes its input chunk by chunk; the readers copy it straight to its place.
-// Outputs are written in rank order, so lists that alias one buffer end with the last rank's data everywhere.
+// all_gather and gather: every rank publishes its input in chunks, and readers copy them straight to their place.
+// Outputs are written in rank order, so outputs that alias one buffer end with the last rank's data.
 #include <algorithm>
 
 #include "collectives/cpu/algorithms.hpp"
@@ -18,7 +18,7 @@ void gather_chunks(Rounds& rounds, const Operation& operation, const void* in, v
   const bool stream = bytes * size >= kStreamBytes;
   auto length = [&](size_t k) { return std::min(chunk, bytes - k * chunk); };
   auto publish = [&](size_t k) {
-    // Root's own contribution to a gather needs no slot.
+    // Root needs no slot for its own input to a gather.
     const bool speaks = root != rank;
     if (!speaks) return rounds.pass(first + k);
     copy_bytes(rounds.open(first + k), static_cast<const std::byte*>(in) + k * chunk, length(k));

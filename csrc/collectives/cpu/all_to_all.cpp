@@ -1,9 +1,8 @@
-// all_to_all with any split sizes, from buffers or from what computes the bytes as they are sent, and barrier.
+// all_to_all with any split sizes, from buffers or computed while sent, and barrier.
 //
-// A rank knows what it sends and what it expects, not what the others exchange, yet all must take the same number
-// of rounds. So the first round's slot begins with what the writer sends to and expects from every rank, followed by
-// the first piece for every peer: everyone reads all of it, so a broken promise between any two ranks is an error on
-// all of them, and everyone knows the longest exchange.
+// A rank only knows its own sizes, but all ranks must take the same number of rounds. So the first slot begins with the
+// sizes that the writer sends to and expects from every rank, followed by the first piece for every peer. Every rank
+// reads all of them. So a mismatch between any two ranks is an error on all, and every rank knows the longest exchange.
 #include <algorithm>
 
 #include "collectives/agreement.hpp"
@@ -16,12 +15,12 @@ void exchange(Rounds& rounds, const Operation& operation, const uint64_t* sent_b
   const int size = rounds.size(), rank = rounds.rank();
   const size_t row = align_up(2 * size * sizeof(uint64_t));
   const size_t most_piece = std::max<size_t>(kAlign, align_down(chunk / size));
-  const size_t piece = most_piece / unit * unit;  // the caller sees to it that a unit fits
+  const size_t piece = most_piece / unit * unit;  // the caller ensures that a unit fits
   size_t longest = 0;
   for (int peer = 0; peer < size; ++peer) longest = std::max<size_t>(longest, peer == rank ? 0 : sent_bytes[peer]);
   rounds.begin(operation, row + std::min(align_up(longest), align_up(piece)) * size + piece);
   const uint64_t first = rounds.next();
-  // Pieces are packed one behind the other; where a peer's begins follows from the row.
+  // Pieces are packed; the sizes tell where each peer's begins.
   auto length = [&](uint64_t total, size_t k) -> size_t {
     return k * piece >= total ? 0 : std::min<uint64_t>(piece, total - k * piece);
   };

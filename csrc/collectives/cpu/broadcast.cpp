@@ -1,5 +1,5 @@
-// broadcast and scatter: root publishes, the others read. A broadcast costs root one copy whatever the number of
-// ranks; a scatter's slot holds one piece a rank. The readers publish empty rounds to keep the numbering.
+// broadcast and scatter: root publishes and the others read. A broadcast costs root one copy for any number of ranks; a
+// scatter's slot holds one piece per rank. Readers publish empty rounds to keep the numbering.
 #include <algorithm>
 
 #include "collectives/cpu/algorithms.hpp"

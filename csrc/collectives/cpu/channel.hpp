@@ -1,11 +1,9 @@
 // A one-way channel over shared memory: one writer, one or more readers, `slots` slots of `slot_bytes`.
 //
-// The four words of every ark channel: put (copy bytes into the message being written), signal (publish it), wait
-// (for a message), flush (until everything published has been taken). Messages are numbered 0, 1, 2, ... for ever;
-// message n lies in slot n % slots. A put serves every peer that reads: on shared memory a broadcast costs one copy.
-//
-// Ordering is that of protocol/counter.hpp: `published` is written by the writer alone, each `released` by its
-// reader alone, both only grow.
+// Every ark channel has four operations: put (copy bytes into the current message), signal (publish it), wait (for a
+// message) and flush (until all published messages are taken). Messages are numbered from 0, and message n is in slot n
+// % slots. All readers share a put, so a broadcast costs one copy. Memory ordering is that of protocol/counter.hpp:
+// only the writer advances `published`, only a reader its `released`, and both only grow.
 #pragma once
 
 #include <cstddef>
@@ -38,7 +36,7 @@ class Channel {
   uint64_t slots() const { return layout_.slots; }
   int writer() const { return layout_.writer; }
 
-  // Writer. open() waits until message n's slot is free and returns it; bytes may be written in place.
+  // Writer. open() waits until message n's slot is free and returns it for writing in place.
   std::byte* open(uint64_t message, Waiter& waiter) {
     const uint64_t needed = protocol::needed_to_write(message, layout_.slots);
     for (const auto& reader : layout_.readers) waiter.until(*reader.released, needed, reader.rank);
@@ -54,7 +52,7 @@ class Channel {
   void put(uint64_t message, size_t offset, const void* source, size_t bytes) {
     std::memcpy(slot(message) + offset, source, bytes);
   }
-  // Everything put so far up to and including `message` becomes visible to whoever sees the counter.
+  // Publishes everything put up to and including `message` to readers of the counter.
   void signal(uint64_t message) { advance_and_wake(*layout_.published, message + 1); }
   // Waits until all readers have released every message before `message`.
   void flush(uint64_t message, Waiter& waiter) {
@@ -67,7 +65,7 @@ class Channel {
     return slot(message);
   }
   bool readable(uint64_t message) const { return protocol::reached(*layout_.published, message + 1); }
-  // The counter of a channel's only reader, which that reader advances.
+  // The counter that a channel's only reader advances.
   protocol::Counter* released_by_reader() const { return layout_.readers.front().released; }
 
   std::byte* slot(uint64_t message) const {

@@ -1,9 +1,9 @@
-// Copying between users' tensors and slots.
+// Copies between users' tensors and slots.
 //
-// copy_bytes: memcpy that may be given null pointers when there is nothing to copy. copy_out: towards a user's output;
-// when the operation as a whole is larger than the caches (`stream`), with non-temporal stores, which spare the memory
-// the reading of every line that is about to be overwritten. These stores are weakly ordered: the fence at the end puts
-// them before whatever tells other threads that the operation is done.
+// copy_bytes is memcpy that accepts null pointers for zero bytes. copy_out writes to a user's output. For operations
+// larger than the caches (`stream`) it uses non-temporal stores, which avoid reading every line before it is
+// overwritten. These stores are weakly ordered, so a fence orders them before other threads learn that the operation is
+// done.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@
 
 namespace ark {
 
-// Outputs of an operation from this size on do not stay in cache anyway.
+// Outputs of operations of this size or more do not stay in cache anyway.
 inline constexpr size_t kStreamBytes = size_t{4} << 20;
 
 inline void copy_bytes(void* target, const void* source, size_t bytes) {

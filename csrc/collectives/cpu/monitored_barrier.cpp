@@ -1,8 +1,9 @@
-// A barrier that says who is missing: every rank counts itself in, rank 0 looks at all the counts and then counts on.
+// A barrier that names missing ranks: every rank advances its counter, and rank 0 checks all of them, then releases the
+// ranks.
 //
-// Beside the other collectives, not among them: it takes no round, so that it works while an operation hangs, and its
-// timeout does not fail the group. Counters only grow, so a rank that gave up is not mistaken for one that arrived at
-// the next barrier. Memory ordering: as every counter (collectives/cpu/wait.hpp); nothing else is published by it.
+// It takes no rounds, so it works while a collective hangs, and its timeout does not fail the group. Counters only
+// grow, so a rank that gave up is not mistaken for one that arrived at the next barrier. Memory ordering is that of
+// every counter (collectives/cpu/wait.hpp); it publishes nothing else.
 #include "collectives/cpu/algorithms.hpp"
 #include "collectives/cpu/wait.hpp"
 #include "health/group_health.hpp"
@@ -26,7 +27,7 @@ void monitored_barrier(GroupHealth& health, uint64_t number, const OperationCont
       sleep_on(counter, seen, kSlice);
     }
   };
-  // Worded as Gloo's, which programs (and PyTorch's own tests, from 2.15 on) look for.
+  // Gloo's wording, which programs look for, as do PyTorch's own tests from 2.15 on.
   auto give_up = [&](const std::vector<int>& missing) {
     std::string names;
     for (int peer : missing) names += (names.empty() ? "" : ", ") + std::to_string(peer);

@@ -1,7 +1,7 @@
-// One-shot all_reduce and reduce: everyone publishes its whole input, chunk by chunk, and whoever wants the result adds
-// all of them in rank order. One hand-over a chunk; every reader reads every input, so this is for small tensors, and
-// for two ranks at any size. Chunk k+1 is published before chunk k is added, which also lets the result replace the
-// input: a chunk is overwritten only after it was published.
+// One-shot all_reduce and reduce: every rank publishes its input in chunks, and ranks that want the result add all of
+// them in rank order. There is one hand-over per chunk, but every reader reads every input, so it suits small tensors,
+// or two ranks at any size. Chunk k+1 is published before chunk k is added. That also allows in-place results, because
+// a chunk is overwritten only after it was published.
 #include <algorithm>
 
 #include "collectives/cpu/algorithms.hpp"

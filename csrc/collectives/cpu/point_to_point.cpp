@@ -1,5 +1,5 @@
-// Posting, waiting, failing and background progress of send and recv. See the header for the protocol, and
-// point_to_point_frames.cpp for how messages pass through the channels.
+// Posting, waiting, failing and background progress of send and recv. point_to_point_frames.cpp moves messages through
+// the channels.
 #include "collectives/cpu/point_to_point.hpp"
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace ark {
 namespace {
 
 constexpr auto kSlice = std::chrono::milliseconds(20);
-// How long the background thread leaves a new transfer to its poster, who usually waits on it at once.
+// Time that the background thread leaves to the poster, who usually waits at once.
 constexpr auto kHandOver = std::chrono::microseconds(200);
 
 }  // namespace
@@ -52,7 +52,7 @@ void PointToPoint::post(TransferPtr transfer) {
   Finished finished;
   {
     std::lock_guard lock(mutex_);
-    // Before the transfer is queued: where no thread can start, the caller sees a failure, and its tensor stays alone.
+    // Before the transfer is queued: if no thread can start, the caller sees a failure and its tensor is not touched.
     if (!background_.joinable() && !stopping_)
       background_ = start_thread("the thread that makes send and recv progress", [this] { background(); });
     ++pending_;
@@ -119,7 +119,7 @@ bool PointToPoint::wait(const Transfer& transfer, Clock::time_point until) {
   return true;
 }
 
-// With mutex_ held, like check_pending(), push() and pull().
+// Requires mutex_, like check_pending(), push() and pull().
 bool PointToPoint::progress(Finished& finished) {
   bool moved = false;
   for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
@@ -136,7 +136,7 @@ void PointToPoint::check_pending(Finished& finished) {
     if (error) return;
     const int peer = transfer->source != kAnySource ? transfer->source : transfer->peer;
     if (const auto alarm = health_.alarm(transfer->context, peer)) {
-      if (progress(finished)) return;  // it came after all; looked at again in the next slice
+      if (progress(finished)) return;  // it made progress after all, so check again in the next slice
       try {
         health_.raise(*alarm, transfer->context, peer);
       } catch (...) {
@@ -144,7 +144,7 @@ void PointToPoint::check_pending(Finished& finished) {
       }
     }
   };
-  // Copies: progress() changes the lists.
+  // Copies, because progress() changes the lists.
   std::vector<TransferPtr> all(recvs_.begin(), recvs_.end());
   for (Peer& peer : peers_) {
     all.insert(all.end(), peer.sends.begin(), peer.sends.end());
@@ -168,7 +168,7 @@ void PointToPoint::check_pending(Finished& finished) {
   recvs_.clear();
   for (Peer& peer : peers_) {
     peer.sends.clear();
-    // A message half read into a tensor whose recv has just failed is thrown away.
+    // Discard the rest of a message whose recv has just failed.
     if (peer.reading) peer.discarding = true;
     peer.incoming.reset();
     peer.unexpected.clear();
@@ -189,13 +189,13 @@ void PointToPoint::finish(Finished& finished) {
   if (finished.empty()) return;
   for (auto& [transfer, error] : finished) {
     if (const auto done = std::move(transfer->done)) done(error);
-    transfer->finished.store(true, std::memory_order_release);  // after: a waiter finds what done() wrote
+    transfer->finished.store(true, std::memory_order_release);  // last, so that a waiter sees what done() wrote
   }
   {
     std::lock_guard lock(mutex_);
     pending_ -= std::min(pending_, finished.size());
   }
-  // Other threads of this process may be asleep waiting for one of these.
+  // Other threads of this process may sleep until one of these finishes.
   if (waiters_.load() > 0) ring_and_wake(*doorbells_[health_.rank()]);
 }
 
@@ -217,7 +217,7 @@ void PointToPoint::background() {
         std::lock_guard lock(mutex_);
         if (stopping_) return;
         if (pending_ == 0) break;
-        // A thread that waits makes progress for everybody; this one only looks now and then.
+        // A waiting thread makes progress for all, so this thread only checks from time to time.
         if (waiters_.load() == 0) moved = progress(finished);
         if (!moved && Clock::now() >= next_check) {
           check_pending(finished);

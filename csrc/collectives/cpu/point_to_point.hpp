@@ -1,13 +1,10 @@
-// send and recv between the ranks of a group, over one shared-memory channel for each ordered pair.
+// send and recv between the ranks of a group, over one shared-memory channel per ordered pair of ranks.
 //
-// A channel carries messages whole and in order, each in frames of at most a slot. Matching is by (source, tag), in
-// order among equal tags. send() never blocks: what does not fit into the channel now is pushed later, by whoever
-// waits on any request of this group or by the background thread. A frame whose message nobody has asked for stays
-// in the channel until some recv from that rank is pending; only then, to get past it, is its message set aside in
-// heap memory. Any number of threads may post and wait.
-//
-// Everybody who waits sleeps on this rank's doorbell, which the peers ring after publishing a frame to it or
-// releasing one of its own; the bytes themselves are ordered by the channel's counters.
+// A channel carries whole messages in order, in frames of at most one slot. Messages match by (source, tag), in order
+// for equal tags. send() never blocks: a waiter or the background thread later pushes what does not fit. A frame
+// without a matching recv stays in the channel; once a recv from that rank needs to pass it, its message moves to the
+// heap. Any number of threads may post and wait. Waiters sleep on this rank's doorbell, which peers ring after they
+// publish or release a frame. The channel's counters order the data.
 #pragma once
 
 #include <condition_variable>
@@ -28,12 +25,12 @@ inline constexpr int kAnySource = -1;
 struct Transfer {
   // Set by the poster.
   bool is_send = false;
-  int peer = kAnySource;  // rank in the group; kAnySource: recv from whoever sends first
+  int peer = kAnySource;  // rank in the group; kAnySource: receive from any rank
   int tag = 0;
   void* data = nullptr;
   size_t bytes = 0;
   OperationContext context;
-  // Called once, without locks held, on some thread: null on success. For a recv, `source` then tells who sent.
+  // Called once, on any thread, without locks; null on success. A recv's `source` then names the sender.
   std::function<void(std::exception_ptr)> done;
 
   // Owned by PointToPoint.
@@ -45,16 +42,16 @@ using TransferPtr = std::shared_ptr<Transfer>;
 
 class PointToPoint {
  public:
-  // to[r] / from[r]: channels to and from rank r (own entries unused). `commit(r)` makes the slots of the channel to r
-  // real memory, or throws. doorbell_of[r]: rank r's doorbell.
+  // to[r] / from[r]: channels to and from rank r (own entries unused). commit(r) commits memory for the slots of the
+  // channel to r, or throws. doorbell_of[r]: rank r's doorbell.
   PointToPoint(GroupHealth& health, std::vector<Channel> to, std::vector<Channel> from,
                std::vector<protocol::Counter*> doorbell_of, SpinPolicy policy, std::function<void(int)> commit);
   ~PointToPoint();
 
   void post(TransferPtr transfer);
-  // Makes progress until the transfer is finished or `until` has passed; true when finished.
+  // Makes progress until the transfer is finished (returns true) or `until` has passed (false).
   bool wait(const Transfer& transfer, Clock::time_point until);
-  // Fails everything pending with the group's error (after abort or at shutdown).
+  // Fails everything pending with the group's error, after abort or at shutdown.
   void fail_all();
   void stop();  // joins the background thread; idempotent
 
@@ -69,8 +66,8 @@ class PointToPoint {
     std::deque<TransferPtr> sends;
     uint64_t next_out = 0, next_in = 0;
     bool committed = false;
-    TransferPtr incoming;                     // the recv that the message being read goes to, or
-    std::list<Unexpected>::iterator aside{};  // ... the place it is set aside in
+    TransferPtr incoming;                     // the recv that the current message goes to, or
+    std::list<Unexpected>::iterator aside{};  // ... the heap entry that it goes to
     bool reading = false;
     bool discarding = false;
     size_t in_bytes = 0, in_moved = 0;

@@ -1,8 +1,9 @@
-// How messages of send and recv pass through the channels: cut into frames, put together, matched by source and tag.
+// Moves messages of send and recv through the channels: splits them into frames, reassembles them, and matches source
+// and tag.
 //
-// A frame is a header and at most a slot's worth of bytes. The writer fills the slot and then signals it (release), the
-// reader copies out and then releases it, so neither sees half a frame. Everything here runs with mutex_ held, which is
-// what keeps a channel's frames and the lists of transfers in one order for all threads of this rank.
+// A frame is a header and at most one slot of data. The writer fills the slot before it signals (release); the reader
+// copies out before it releases. So neither sees half a frame. Everything here requires mutex_, which keeps a channel's
+// frames and the transfer lists in one order for all threads of the rank.
 #include <algorithm>
 #include <cstring>
 
@@ -103,7 +104,7 @@ bool PointToPoint::pull(int rank, Finished& finished) {
         peer.aside = std::prev(peer.unexpected.end());
       }
     }
-    // The frame's numbers come from another process: never write past what was set aside for the message.
+    // The sizes come from another process, so never write beyond the message's buffer.
     const size_t bytes = std::min({size_t{header.frame_bytes}, room, peer.in_bytes - peer.in_moved});
     if (bytes > 0 && !peer.discarding) {
       std::byte* target = peer.incoming ? static_cast<std::byte*>(peer.incoming->data) : peer.aside->bytes.data();

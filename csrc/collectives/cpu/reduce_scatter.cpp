@@ -1,5 +1,5 @@
-// reduce_scatter: in each round a rank publishes one piece for every peer, and adds what all published for it, in
-// rank order, straight into the output. Every element but the own part crosses shared memory once.
+// reduce_scatter: in each round a rank publishes one piece per peer, and adds all ranks' pieces for itself in rank
+// order, straight into the output. Every element except the rank's own part crosses shared memory once.
 #include <algorithm>
 
 #include "collectives/cpu/algorithms.hpp"
@@ -10,7 +10,7 @@ void reduce_scatter(Rounds& rounds, const Operation& operation, const void* cons
                     size_t chunk) {
   const int size = rounds.size(), rank = rounds.rank();
   const size_t element = size_of(operation.descriptor.dtype);
-  const size_t piece = std::max<size_t>(kAlign, align_down(chunk / size));  // bytes a peer a round
+  const size_t piece = std::max<size_t>(kAlign, align_down(chunk / size));  // bytes per peer and round
   const size_t piece_count = piece / element;
   const size_t pieces = std::max<size_t>(1, (count + piece_count - 1) / piece_count);
   rounds.begin(operation, piece * size);

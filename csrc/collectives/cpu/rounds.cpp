@@ -1,4 +1,4 @@
-// Opening, publishing and checking rounds. See the header for the protocol.
+// Opens, publishes and checks rounds.
 #include "collectives/cpu/rounds.hpp"
 
 #include <algorithm>
@@ -25,7 +25,7 @@ void Rounds::begin(const Operation& operation, size_t payload) {
   waiter_.health().check_alive(operation.context);
   const size_t bytes = payload + sizeof(SlotHeader);
   if (bytes > committed_) {
-    // Powers of two, so that growing sizes commit a few times only.
+    // Powers of two, so that growing sizes commit memory only a few times.
     const size_t goal = std::min(capacity_ + sizeof(SlotHeader), std::max<size_t>(4096, std::bit_ceil(bytes)));
     commit_(goal);
     committed_ = goal;
@@ -48,7 +48,7 @@ void Rounds::publish(uint64_t round) {
 }
 
 void Rounds::pass(uint64_t round) {
-  // The header still tells what this rank believes it is in; later rounds of an operation carry nothing.
+  // The first header still carries this rank's descriptor; later rounds carry nothing.
   if (round == first_) open(round);
   publish(round);
 }
@@ -75,7 +75,7 @@ void Rounds::check_all(uint64_t first_round) {
 }
 
 void Rounds::check_descriptor(const SlotHeader& header, int peer) {
-  const Descriptor theirs = header.descriptor;  // copied: the peer's memory is not trusted to hold still
+  const Descriptor theirs = header.descriptor;  // a copy, because the peer's memory may change
   if (const auto error = disagreement(operation_, theirs, name(rank_), name(peer))) fail(*error);
 }
 

@@ -1,4 +1,4 @@
-// Layout of the segments, the start-up hand-shake, and the entry of each collective.
+// The layout of the segments, the start-up handshake, and the entry point of each collective.
 #include "collectives/cpu/shm_communicator.hpp"
 
 #include <sched.h>
@@ -33,7 +33,7 @@ struct PairCounters {
   protocol::Counter released;   // messages from the peer that the owner has taken
 };
 
-// The head of a segment, at fixed places.
+// The head of a segment, at fixed offsets.
 struct Head {
   ControlBlock control;
   alignas(kPage) protocol::Counter outbox_published;
@@ -131,8 +131,8 @@ ShmCommunicator::ShmCommunicator(int rank, int size, Neighbourhood neighbourhood
 
 ShmCommunicator::~ShmCommunicator() = default;
 
-// Each rank writes its processors (rank 0 also the table), then its layout word with a release; whoever has seen
-// everybody's layout word may read the rest.
+// Each rank writes its processors (rank 0 also the table), then its layout word with a release. A rank that has seen
+// all layout words may read the rest.
 void ShmCommunicator::hand_shake(const ShmOptions& options) {
   const uint64_t fingerprint = Layout(size_).fingerprint(size_);
   Head& own = head_of(segments_[rank_]);
@@ -234,7 +234,7 @@ void ShmCommunicator::scatter(const Operation& operation, const void* const* ins
 }
 
 void ShmCommunicator::all_to_all(const Operation& operation, const Bytes* ins, const MutableBytes* outs) {
-  // Split sizes differ from rank to rank, so the choice must not depend on them.
+  // Split sizes differ between ranks, so the choice must not depend on them.
   const Choice choice = table_.choose(Kind::all_to_all, 0, size_, cores_);
   ark::all_to_all(*rounds_, with_algorithm(operation, choice), ins, outs, choice.chunk_bytes);
 }

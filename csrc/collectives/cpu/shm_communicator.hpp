@@ -1,9 +1,9 @@
-// The group over shared memory: lays out the segments, builds channels, health, rounds and send/recv on them, and
-// picks an algorithm for each collective.
+// The group over shared memory: lays out the segments, builds channels, health, rounds and send/recv on them, and picks
+// an algorithm for each collective.
 //
 // Every rank's segment has the same layout, checked at start: control block, counters, dispatch table (rank 0's is
-// used), pair-channel counters, outbox slots, pair-channel slots. Memory is reserved for the largest chunk but made
-// real only as far as it is used.
+// used), pair-channel counters, outbox slots, pair-channel slots. Memory is reserved for the largest chunk but
+// committed only as it is used.
 #pragma once
 
 #include <atomic>
@@ -22,10 +22,10 @@ namespace ark {
 
 struct ShmOptions {
   bool debug = false;
-  std::chrono::nanoseconds spin{-1};     // negative: chosen
-  std::vector<Rule> rules;               // empty: the measured defaults; rank 0's count
-  std::chrono::milliseconds timeout{0};  // for the start-up hand-shake
-  // For a part of a group: what messages call its ranks, and who hears of one that is lost, on the monitor's thread.
+  std::chrono::nanoseconds spin{-1};     // negative: automatic
+  std::vector<Rule> rules;               // empty: measured defaults; rank 0's rules count
+  std::chrono::milliseconds timeout{0};  // for the start-up handshake
+  // For a part of a group: the ranks' names in messages, and a callback for a lost rank, on the monitor's thread.
   std::vector<int> names = {};
   std::function<void(int rank)> on_lost = {};
 };
@@ -45,16 +45,16 @@ class ShmCommunicator : public Communicator {
   void scatter(const Operation&, const void* const* ins, void* out, size_t bytes) override;
   void all_to_all(const Operation&, const Bytes* ins, const MutableBytes* outs) override;
   void barrier(const Operation&) override;
-  // See algorithms.hpp. False, alike on all ranks, and nothing done: a unit is too long.
+  // See algorithms.hpp. Returns false on all ranks, and does nothing, if a unit is too long.
   bool exchange(const Operation&, const uint64_t* sent, const uint64_t* received, uint64_t unit, const Produce& produce,
                 const Consume& consume);
 
-  // Rank 0 waits for everybody and names who is missing when the deadline passes (all of them if `wait_all`); the
-  // others wait for rank 0. Does not fail the group.
+  // Rank 0 waits for all ranks and, at the deadline, names a missing one (all of them if `wait_all`). The others wait
+  // for rank 0. Does not fail the group.
   void monitored_barrier(const OperationContext& context, bool wait_all);
 
   GroupHealth& health() { return *health_; }
-  Rounds& rounds() { return *rounds_; }  // for collectives that this is a stage of
+  Rounds& rounds() { return *rounds_; }  // for collectives that use this as a stage
   PointToPoint& point_to_point() { return *point_to_point_; }
   int cores() const { return cores_; }
 

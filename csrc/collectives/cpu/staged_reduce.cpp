@@ -1,4 +1,4 @@
-// Both stages, in blocks that stay in the first-level cache where they are widened.
+// Both stages; types that are widened go in blocks that stay in the L1 cache.
 #include "collectives/cpu/staged_reduce.hpp"
 
 #include <algorithm>
@@ -8,9 +8,9 @@ namespace ark {
 
 namespace {
 
-constexpr size_t kStagedBlock = 1024;  // elements that are widened at a time
+constexpr size_t kStagedBlock = 1024;  // elements widened at a time
 
-// The operation between partials; and between inputs, which AVG only divides in the end.
+// The operations between nodes and within a node. AVG divides only in the second stage.
 ReduceOp between_nodes(ReduceOp op) {
   return op == ReduceOp::premul_sum ? ReduceOp::sum : op;
 }
@@ -26,7 +26,7 @@ const std::byte* bytes_from(const void* data, size_t bytes) {
 
 StagedReduce::StagedReduce(DType dtype, ReduceOp op, int ranks, bool flat)
     : dtype_(dtype), flat_(flat), ranks_(ranks), average_(op == ReduceOp::avg) {
-  const bool exact = op == ReduceOp::min || op == ReduceOp::max;  // one of the inputs: nothing to round
+  const bool exact = op == ReduceOp::min || op == ReduceOp::max;  // returns an input, so nothing is rounded
   widen_ = flat || exact ? nullptr : find_widen(dtype);
   narrow_ = widen_ ? find_narrow(dtype) : nullptr;
   scalars_ = dtype == DType::c32 ? 2 : 1;

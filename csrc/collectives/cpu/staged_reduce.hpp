@@ -1,10 +1,9 @@
-// A reduction in two stages: over the ranks of a node, in rank order, and over the nodes, in node order.
+// A reduction in two stages: over the ranks of a node in rank order, then over the nodes in node order.
 //
-// What the first stage hands on, a partial, is in the type of the additions: float32 where the 8- and 16-bit floats are
-// added or multiplied (complex64 for complex32), so that only the second stage rounds, once. Factors belong to the
-// first stage, the division of AVG to the second. A node of one rank has a partial, too, so that all of them look
-// alike. Where every node has one rank, there is one stage (`flat`): partials are the inputs, and the order is that of
-// ranks.
+// The first stage produces a partial in the accumulation type: float32 for sums and products of 8- and 16-bit floats
+// (complex64 for complex32), so only the second stage rounds, once. Factors apply in the first stage, AVG's division in
+// the second. Nodes with one rank produce partials too. If every node has one rank (`flat`), there is a single stage:
+// partials are the inputs, and the order is rank order.
 #pragma once
 
 #include <cstddef>
@@ -19,10 +18,10 @@ class StagedReduce {
 
   size_t partial_size() const { return partial_size_; }  // bytes of an element's partial
 
-  // sources[i]: the node's i-th rank's `count` elements; factors: likewise, for PREMUL_SUM. Not where flat.
+  // sources[i]: `count` elements of the node's i-th rank; factors: per rank, for PREMUL_SUM. Not used if flat.
   void partial(void* out, const void* const* sources, int ranks, size_t count, const double* factors) const;
-  // sources[n]: node n's partial. factors: of every node's rank, for a flat PREMUL_SUM. out may be one of the sources
-  // where a partial has the size of an element.
+  // sources[n]: node n's partial. factors: per node, for a flat PREMUL_SUM. out may be one of the sources if a partial
+  // is as large as an element.
   void combine(void* out, const void* const* sources, int nodes, size_t count, const double* factors) const;
 
  private:
@@ -32,7 +31,7 @@ class StagedReduce {
   ConvertFn widen_, narrow_;  // null: partials have the tensors' type
   ReduceFn first_, second_;
   bool average_;
-  size_t scalars_;  // of an element, where it is widened
+  size_t scalars_;  // scalars per element, if widened
   size_t partial_size_;
 };
 

@@ -1,12 +1,8 @@
 // Two-shot all_reduce and reduce: reduce-scatter, then all-gather, in chunks that stay in cache.
 //
-// A chunk has one part a rank. Input round a(k): every rank publishes its chunk k, all parts but its own. It then
-// adds, in rank order, everyone's copy of its own part, straight into the result, and publishes that sum in round
-// b(k); finally it collects the other parts' sums. Every element crosses shared memory twice whatever the number of
-// ranks. To keep all ranks busy chunk k+1 is published before chunk k is added, and chunk k-1 is collected after:
-//   publish  a0 a1 b0 a2 b1 ...  a(n-1) b(n-2) b(n-1)      numbered 0, 1, 2, ... from the operation's first round
-//   read        a0 | a1 b0 | a2 b1 | ... | b(n-1)           in the same order, so `released` only grows
-// With four slots a rank waits only for peers that are behind, never for slots of peers in step.
+// A chunk has one part per rank. In input round a(k) every rank publishes chunk k except its own part. It then adds all
+// ranks' copies of its part, in rank order, straight into the result, publishes the sum in round b(k), and collects the
+// other parts' sums. Every element crosses shared memory twice, for any number of ranks.
 #include <algorithm>
 
 #include "collectives/cpu/algorithms.hpp"
@@ -16,10 +12,14 @@ namespace ark {
 namespace {
 
 struct Part {
-  size_t offset;  // elements from the chunk's start
+  size_t offset;  // in elements, from the chunk's start
   size_t count;
 };
 
+// To keep all ranks busy, chunk k+1 is published before chunk k is added, and chunk k-1 is collected after it:
+//   publish  a0 a1 b0 a2 b1 ...  a(n-1) b(n-2) b(n-1)      numbered 0, 1, 2, ... from the operation's first round
+//   read        a0 | a1 b0 | a2 b1 | ... | b(n-1)           in the same order, so `released` only grows
+// With four slots a rank waits only for peers that lag behind, never for slots of peers in step.
 class TwoShot {
  public:
   TwoShot(Rounds& rounds, const Operation& operation, const void* in, void* out, size_t count, int root, size_t chunk)
@@ -53,7 +53,7 @@ class TwoShot {
   size_t elements(size_t k) const { return std::min(chunk_, count_ - k * chunk_); }
   bool wants_result() const { return root_ < 0 || root_ == rounds_.rank(); }
 
-  // Parts start on cache lines of the chunk; the last ones of a short chunk may be empty.
+  // Parts start on cache lines of the chunk; the last parts of a short chunk may be empty.
   Part part(size_t k, int rank) const {
     const size_t total = elements(k);
     const size_t each = align_up((total + rounds_.size() - 1) / rounds_.size() * element_) / element_;
@@ -112,7 +112,7 @@ class TwoShot {
   size_t count_;
   int root_;
   size_t element_;
-  size_t chunk_;  // elements
+  size_t chunk_;  // in elements
   size_t chunks_;
   uint64_t first_ = 0;
   ReduceFn reduce_ = nullptr;

@@ -13,10 +13,10 @@ namespace ark {
 
 namespace {
 
-constexpr auto kSleepSlice = std::chrono::milliseconds(20);  // the longest sleep without asking GroupHealth
+constexpr auto kSleepSlice = std::chrono::milliseconds(20);  // the longest sleep without checking GroupHealth
 constexpr int kSpinsPerClockRead = 32;
 
-// The futex word is the low half of the 64-bit counter: it changes with every step of the counter.
+// The futex word is the counter's low half, which changes with every step.
 uint32_t* futex_word(protocol::Counter& counter) {
   return reinterpret_cast<uint32_t*>(&counter.value);
 }
@@ -55,7 +55,7 @@ void sleep_on(protocol::Counter& counter, uint64_t seen, std::chrono::nanosecond
   if (protocol::load_ordered(counter.value) == seen) {
     const timespec time{static_cast<time_t>(limit.count() / 1'000'000'000),
                         static_cast<long>(limit.count() % 1'000'000'000)};
-    // Returns at once when the word no longer holds `seen`; a signal or a spurious wake-up is a return too.
+    // Returns at once if the word no longer holds `seen`; signals and spurious wake-ups also return.
     syscall(SYS_futex, futex_word(counter), FUTEX_WAIT, static_cast<uint32_t>(seen), &time, nullptr, 0);
   }
   protocol::add_ordered(counter.sleepers, ~uint32_t{0});

@@ -1,9 +1,9 @@
-// Waiting for a counter in shared memory: spin briefly, then sleep on a futex.
+// Waits for a counter in shared memory: spins briefly, then sleeps on a futex.
 //
-// Who writes: one peer (or, for a doorbell, any peer), in another process, through protocol::advance or ring.
-// Who gives up, and when: GroupHealth::alarm, asked at least every kSleepSlice, reports an abort record, a lost
-// peer or the deadline, so every wait is bounded. A futex shared between processes needs no registration and leaves
-// nothing behind; `sleepers` keeps the writer out of the kernel when nobody sleeps.
+// One peer in another process (or, for a doorbell, any peer) writes the counter through protocol::advance or ring.
+// GroupHealth::alarm, checked at least every kSleepSlice, reports an abort record, a lost peer or the deadline, so
+// every wait is bounded. A futex shared between processes needs no registration and leaves nothing behind. `sleepers`
+// lets the writer skip the system call if no thread sleeps.
 #pragma once
 
 #include <chrono>
@@ -14,12 +14,12 @@
 
 namespace ark {
 
-// How long to burn the processor before sleeping. With more ranks than cores spinning only keeps the awaited rank
-// from running, so there the waiter yields a few times and sleeps.
+// How long to spin before sleeping. With more ranks than cores, spinning only delays the awaited rank, so the waiter
+// yields a few times and sleeps.
 struct SpinPolicy {
   std::chrono::nanoseconds spin{50'000};
   int yields = 0;
-  // `asked` negative: chosen by the ranks and the cores that they have together.
+  // `asked` negative: chosen from the numbers of ranks and of cores that they share.
   static SpinPolicy choose(int ranks, int cores, std::chrono::nanoseconds asked);
 };
 
@@ -31,7 +31,7 @@ class Waiter {
   const OperationContext& operation() const { return operation_; }
   GroupHealth& health() { return health_; }
 
-  // Returns once counter >= target; throws what GroupHealth::raise throws. `peer`: whose counter it is, -1 anyone's.
+  // Returns once counter >= target. Throws as GroupHealth::raise does. `peer`: the counter's owner; -1: any.
   void until(protocol::Counter& counter, uint64_t target, int peer) {
     if (!protocol::reached(counter, target)) wait_slowly(counter, target, peer);
   }
@@ -44,11 +44,11 @@ class Waiter {
   OperationContext operation_;
 };
 
-// Advances (or rings) and wakes the sleepers, if any.
+// Advances (or rings) and wakes sleepers, if any.
 void advance_and_wake(protocol::Counter& counter, uint64_t value);
 void ring_and_wake(protocol::Counter& counter);
 
-// Sleeps until `counter` leaves `seen`, is woken, or `limit` has passed. Spurious returns are allowed.
+// Sleeps until `counter` leaves `seen`, a wake-up, or `limit`. Spurious returns are allowed.
 void sleep_on(protocol::Counter& counter, uint64_t seen, std::chrono::nanoseconds limit);
 
 }  // namespace ark

@@ -1,8 +1,8 @@
-// How a rank's symmetric memory is divided. Offsets are the same on all ranks of a group.
+// The layout of a rank's symmetric memory. Offsets are the same on all ranks of a group.
 //
-// On the host memory is pinned and every rank has as much, so a group there gets kHostBytes for all its ranks together:
-// fewer lanes, which a bus needs no more of, and no rings of lines, which are not used there. What is a rank's alone
-// (marked "own") is then in other memory, on its device, where its offsets count.
+// In host memory the arena is pinned and all ranks share kHostBytes, so there are few lanes (CudaDispatch::host_blocks)
+// and no rings of lines, which are not used there. Data that is private to a rank (marked "own") is then in separate
+// memory on its device, with offsets of its own.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@
 namespace ark {
 
 inline constexpr uint64_t kHostBytes = 64 << 20;
-// Of them, a rank's: whole pages of the driver.
+// Per rank, in whole pages of the driver.
 inline constexpr uint64_t kHostPage = 2 << 20;
 constexpr uint64_t host_bytes(int ranks) {
   return kHostBytes / ranks / kHostPage * kHostPage;
@@ -29,7 +29,7 @@ constexpr uint64_t most_one_shot_bytes(int ranks) {
   return (ranks <= 2 ? 512 : 256) * 1024;
 }
 
-// For each rank: what it writes here by stores and by copies, and what this rank copies to it.
+// Per rank: what it writes here by stores and by copies, and what this rank copies to it.
 inline constexpr uint64_t kPeerTestBytes = device::kPeerTestUnits * 16;
 constexpr uint64_t peer_test_bytes(int ranks) {
   return 3 * ranks * kPeerTestBytes;
@@ -41,56 +41,56 @@ struct RingSet {
   device::RingTable bulk{};
 };
 
-// That a message takes part in.
+// The number of lanes that a message uses.
 inline uint32_t lanes_of(const RingSet& set, uint64_t bytes, bool chunked) {
   if (bytes == 0) return 0;
   return chunked ? device::spread_of<device::Chunks>(bytes, set.chunks.lanes).lanes
                  : device::spread_of<device::Lines>(bytes, set.lines.lanes).lanes;
 }
 
-// The same of one part a rank: a shorter part may take more lanes than a longer one, of shorter steps.
+// The most lanes of any rank's part. A shorter part may use more lanes than a longer one, with shorter steps.
 inline uint32_t lanes_of_parts(const RingSet& set, const uint64_t* bytes, int ranks, bool chunked) {
   uint32_t lanes = 0;
   for (int r = 0; r < ranks; ++r) lanes = std::max(lanes, lanes_of(set, bytes[r], chunked));
   return lanes;
 }
 
-// Kernels of ranks wait for each other, so those of ranks that share a GPU must have room on it at once, with the next
-// launch of each, which may begin early: so many blocks of a rank's launch do, on the 128 multiprocessors of a large
-// GPU.
+// Kernels of ranks wait for each other. So ranks that share a GPU need room for all of their kernels at once, including
+// each rank's next launch, which may begin early. This many blocks per launch fit on a large GPU's 128 multiprocessors.
 constexpr uint32_t blocks_of_a_sharer(int ranks) {
   return 64 / ranks;
 }
 
 struct ArenaLayout {
-  // ring_blocks: lanes of the rings in bulk; 0: none. device_each: no two ranks share a device; else ring_blocks is at
-  // most blocks_of_a_sharer().
-  explicit ArenaLayout(int ranks, uint32_t ring_blocks = 0, bool device_each = true, bool on_host = false);
+  // ring_blocks: lanes of the bulk rings; 0: none. device_each: no two ranks share a device; otherwise blocks are at
+  // most blocks_of_a_sharer(). host_blocks: blocks of a launch if the memory is the host's; 0: it is the devices'.
+  explicit ArenaLayout(int ranks, uint32_t ring_blocks = 0, bool device_each = true, uint32_t host_blocks = 0);
 
   size_t control;                             // own: device::GroupControl
-  size_t peer_test;                           // what PeerTest writes (peer_test.hpp); nothing else is there
+  size_t peer_test;                           // only PeerTest writes here (peer_test.hpp)
   size_t one_shot;                            // packets: [2][ranks][capacity]
-  uint64_t one_shot_capacity, most_one_shot;  // of packets; of bytes
+  uint64_t one_shot_capacity, most_one_shot;  // in packets; in bytes
   RingSet collectives;
-  RingSet results;    // what owners of parts hand out
+  RingSet results;    // results that owners of parts distribute
   RingSet transfers;  // send and recv
   size_t scratch;     // own: [ranks + 1][16] bytes, this rank's word and all ranks' words
   size_t total;
-  size_t own_total;  // 0: what is own is in the arena, too
+  size_t own_total;  // 0: own data is in the arena too
 
  private:
   static uint32_t host_lanes(int ranks, uint64_t bytes, uint32_t most);
 };
 
-// As many lanes as `bytes` hold: of collectives, of results and, half as many, of transfers.
+// The number of lanes that fit into `bytes`: for collectives, results and, half as many, transfers.
 inline uint32_t ArenaLayout::host_lanes(int ranks, uint64_t bytes, uint32_t most) {
-  const uint64_t words = 2 * (8 + 8) + 16 + 8;  // of two kinds of rings, and of landings
+  const uint64_t words = 2 * (8 + 8) + 16 + 8;  // of two kinds of rings and of landings
   const uint64_t lane = (ranks - 1) * device::Chunks::kDepth * device::Chunks::kSlotBytes + ranks * words;
   const uint64_t fit = bytes / (5 * lane / 2);
   return static_cast<uint32_t>(std::clamp<uint64_t>(fit / 4 * 4, 4, most));
 }
 
-inline ArenaLayout::ArenaLayout(int ranks, uint32_t ring_blocks, bool device_each, bool on_host) {
+inline ArenaLayout::ArenaLayout(int ranks, uint32_t ring_blocks, bool device_each, uint32_t host_blocks) {
+  const bool on_host = host_blocks != 0;
   size_t at = 0, own_at = 0;
   const auto take_at = [](size_t& place, size_t bytes) {
     const size_t here = place;
@@ -125,12 +125,15 @@ inline ArenaLayout::ArenaLayout(int ranks, uint32_t ring_blocks, bool device_eac
   const uint32_t most_lanes = ranks <= 2 ? 512 : ranks <= 4 ? 256 : 128;
   uint32_t lanes = device_each ? most_lanes : blocks_of_a_sharer(ranks);
   constexpr uint64_t kRounding = 64 << 10;  // what take() adds
-  if (on_host) lanes = host_lanes(ranks, host_bytes(ranks) - at - kRounding, lanes);
+  if (on_host) {
+    lanes = std::min<uint32_t>(lanes, host_blocks * device::ring_lanes(ranks));
+    lanes = host_lanes(ranks, host_bytes(ranks) - at - kRounding, lanes);
+  }
   collectives = rings(lanes);
   results = rings(lanes);
   transfers = rings(lanes / 2);
   if (ring_blocks != 0) {
-    // From one rank to another: what a link carries in some 10 us.
+    // Per pair of ranks: what a link carries in about 10 us.
     const uint32_t chunks = (ranks <= 2 ? 4 << 20 : 2 << 20) / device::kBulkChunk;
     const uint32_t depth = std::bit_floor(chunks / ring_blocks);
     for (RingSet* const set : {&collectives, &results}) {

@@ -1,4 +1,4 @@
-// The choice of arena_memory.hpp, and its steps.
+// Chooses where the arena is and shares it.
 #include "collectives/cuda/arena_memory.hpp"
 
 #include <algorithm>
@@ -30,7 +30,7 @@ SymmetricMemory::Options sharing_of(const ArenaMemory::Options& options, const A
 
 enum class Peers { reached, unreached, lying, unable };
 
-// On the GPUs: what came of it.
+// Shares the arena on the GPUs and returns the outcome.
 Peers share_on_peers(MemoryMeeting& meeting, const ArenaMemory::Options& options, const CudaDispatch& dispatch,
                      ArenaMemory& arena, std::string& why) {
   const ArenaLayout layout(options.size, ring_blocks_of(dispatch), options.device_each);
@@ -47,14 +47,15 @@ Peers share_on_peers(MemoryMeeting& meeting, const ArenaMemory::Options& options
   test.check = options.check;
   test.patience = std::clamp(options.timeout / 10, std::chrono::milliseconds(1000), test.patience);
   if (test.passes(meeting, why)) return Peers::reached;
-  // What has not ended may still write there.
+  // A kernel or copy that has not ended may still write there, so leak the memory.
   if (is_stuck(options.device)) new std::vector<DeviceMemory>(std::move(arena.parts));
   arena.parts.clear();
   return Peers::lying;
 }
 
-bool share_on_host(MemoryMeeting& meeting, const ArenaMemory::Options& options, ArenaMemory& arena, std::string& why) {
-  const ArenaLayout layout(options.size, 0, options.device_each, true);
+bool share_on_host(MemoryMeeting& meeting, const ArenaMemory::Options& options, uint32_t blocks, ArenaMemory& arena,
+                   std::string& why) {
+  const ArenaLayout layout(options.size, 0, options.device_each, blocks);
   const auto keep_own = [&] { arena.own = DeviceMemory::allocate(options.device, layout.own_total); };
   if (!meeting.step(keep_own, why)) return false;
   arena.parts = SymmetricMemory::create(meeting, sharing_of(options, layout, true), why);
@@ -78,11 +79,11 @@ std::optional<ArenaMemory> ArenaMemory::share(KeyValueStore& store, const Option
     if (peers == Peers::unable || (peers == Peers::unreached && dispatch.peer_access == PeerAccess::trusted))
       return std::nullopt;
   }
-  // NCCL asks the driver what it may do, as ark does: where that lies, NCCL is lied to.
+  // NCCL also trusts the driver about peer access, so it would fail where the driver reports it wrongly.
   const bool asked_for = arena.why_on_host.empty();
   const bool by_nccl = !asked_for && (peers == Peers::unreached || dispatch.nccl_leaves_p2p);
   std::string unshared;
-  if (!share_on_host(*meeting, options, arena, unshared)) {
+  if (!share_on_host(*meeting, options, host_blocks_of(dispatch), arena, unshared)) {
     why = asked_for ? unshared : arena.why_on_host + "; and by way of the host: " + unshared;
     if (peers != Peers::lying || dispatch.nccl_leaves_p2p) return std::nullopt;
     throw Error(ErrorKind::system, why,
@@ -95,7 +96,7 @@ std::optional<ArenaMemory> ArenaMemory::share(KeyValueStore& store, const Option
 
 HostUse host_use(int ranks, bool by_nccl) {
   const CudaDispatch dispatch = CudaDispatch::measured(ranks).through_host(ranks, by_nccl);
-  const uint64_t bytes = ArenaLayout(ranks, 0, true, true).total;
+  const uint64_t bytes = ArenaLayout(ranks, 0, true, host_blocks_of(dispatch)).total;
   return {(bytes + kHostPage - 1) / kHostPage * kHostPage, dispatch.nccl_all_gather_from, dispatch.nccl_all_gather_to};
 }
 

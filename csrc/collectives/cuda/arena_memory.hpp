@@ -1,9 +1,8 @@
-// The memory in which ranks of a group on CUDA devices meet, and where it is.
+// The shared memory of a group on CUDA devices, and where it is.
 //
-// Each rank's part lies on its GPU, where all of them reach each other's memory and values arrive there
-// (peer_test.hpp). Where a pair of them does not, all parts lie in pinned memory of the host, for the whole group:
-// chosen alike on all ranks. What is a rank's alone then stays on its GPU, as reading it over the bus would take a
-// kernel microseconds.
+// If all GPUs reach each other's memory and values arrive there (peer_test.hpp), each rank's part is on its GPU. If any
+// pair fails, all parts are in pinned host memory; all ranks decide the same way. Data that is private to a rank then
+// stays on its GPU, because reading it over the bus would cost a kernel microseconds.
 #pragma once
 
 #include <functional>
@@ -24,25 +23,25 @@ struct ArenaMemory {
     int device = 0;
     bool device_each = true;
     std::chrono::milliseconds timeout{0};
-    std::function<void()> check;  // between waits; throws what ends the group
+    std::function<void()> check;  // called between waits; throws what ends the group
   };
 
-  // Collective. Nothing, and `why`, on all ranks: they cannot share memory. Where peer access lies, memory of the host
-  // cannot be had and NCCL would believe the driver, that is an Error on all ranks. `dispatch` becomes what suits the
-  // place.
+  // Collective. Returns nothing on all ranks, and sets `why`, if they cannot share memory. Throws on all ranks if the
+  // driver reports peer access wrongly, host memory is unavailable and NCCL would trust the driver. Adapts `dispatch`
+  // to the place.
   static std::optional<ArenaMemory> share(KeyValueStore& store, const Options& options, CudaDispatch& dispatch,
                                           std::string& why);
 
   std::vector<DeviceMemory> parts;  // by rank, as mapped here
-  DeviceMemory own;                 // on the host: what is this rank's alone
+  DeviceMemory own;                 // with the arena on the host: this rank's private data
   bool on_host = false;
-  std::string why_on_host;  // empty: asked for
+  std::string why_on_host;  // empty: requested by the user
 };
 
-// Of a group whose peers do not reach each other's memory, for `ark doctor`.
+// What a group without peer access uses, for `ark doctor`.
 struct HostUse {
-  uint64_t bytes_a_rank;        // of pinned memory
-  uint64_t nccl_from, nccl_to;  // all_gathers that NCCL carries
+  uint64_t bytes_a_rank;        // pinned memory per rank
+  uint64_t nccl_from, nccl_to;  // sizes of all_gathers that NCCL carries
 };
 HostUse host_use(int ranks, bool by_nccl);
 

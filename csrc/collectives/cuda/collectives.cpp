@@ -1,9 +1,7 @@
-// Which algorithm carries an operation, and the launches of its kernels: from buffers and sizes to parameters, grid and
-// stream.
+// Chooses the algorithm of an operation and launches its kernels: parameters, grid and stream from buffers and sizes.
 //
-// Launches of one group are made in the order of issue by a caller that holds them apart. A new algorithm is a member
-// of Launch and a line of the operation that takes it; its kernel is a row of stubs.cpp, its size one of
-// cuda_dispatch.hpp.
+// The caller serialises launches of a group in issue order. To add an algorithm, add a member to Launch, a line to the
+// operation that uses it, its kernel to stubs.cpp and its size to cuda_dispatch.hpp.
 #include <algorithm>
 #include <cstring>
 #include <numeric>
@@ -17,14 +15,14 @@ namespace ark {
 
 namespace {
 
-constexpr uint32_t kAllRanks = ~uint32_t{0};  // of TwoShotParams::receivers
+constexpr uint32_t kAllRanks = ~uint32_t{0};  // value of TwoShotParams::receivers
 
 uint64_t nanoseconds_of(const OperationContext& context) {
   if (context.deadline == Clock::time_point::max()) return ~uint64_t{0};
   return std::max<int64_t>(context.timeout.count(), 1) * 1'000'000;
 }
 
-// What of a message of `bytes` goes in the launch that begins at `at`, and where that is.
+// The bytes, and their address, of a message's slice in the launch that begins at offset `at`.
 uint64_t slice(uint64_t bytes, uint64_t at, uint64_t most = device::kMostMessageBytes) {
   return at < bytes ? std::min(bytes - at, most) : 0;
 }
@@ -47,10 +45,12 @@ struct CudaCommunicator::Launch {
     return group.kernel(kind, rule_of(operation.descriptor.dtype, operation.descriptor.op));
   }
 
-  // Blocks of few lanes while there are SMs for all of them: a lane's loads then have more of an SM to themselves.
+  // Uses few lanes per block while there are SMs for all blocks, so that a lane's loads get more of an SM.
+  // Through host memory a few blocks saturate the bus. More blocks would only keep SMs from concurrent products.
   template <class Params>
   void by_lanes(const jit::Kernel& kernel, uint32_t lanes, int roles, const Params& params) const {
-    const unsigned each = std::min<unsigned>((lanes + 127) / 128, device::ring_lanes(params.rings.ranks));
+    const uint32_t most = group.on_host() ? host_blocks_of(dispatch) : 128;
+    const unsigned each = std::min<unsigned>((lanes + most - 1) / most, device::ring_lanes(params.rings.ranks));
     const CurrentContext context(kernel.device);
     jit::launch(kernel, {(lanes + each - 1) / each}, {each * roles * 32}, 0, stream_of(operation), params,
                 jit::LaunchMode::overlapped);
@@ -61,7 +61,7 @@ struct CudaCommunicator::Launch {
     for (int r = 0; r < size; ++r) rings.arena[r] = group.arena_.parts[r].data();
     rings.lines = set.lines, rings.chunks = set.chunks, rings.bulk = set.bulk;
     rings.landing_words = set.landings;
-    // Kernels add offsets to the arena's address; what is this rank's alone may lie elsewhere.
+    // Kernels add offsets to the arena's address, but this rank's private data may be elsewhere.
     const uint64_t apart = reinterpret_cast<uint64_t>(group.own_base()) - reinterpret_cast<uint64_t>(rings.arena[rank]);
     for (uint64_t* const state : {&rings.lines.state, &rings.chunks.state, &rings.bulk.state}) *state += apart;
     rings.landing_words.state += apart;
@@ -73,8 +73,8 @@ struct CudaCommunicator::Launch {
     return rings;
   }
 
-  // Where peers shall store what is for this rank, if that is registered memory. All ranks have as many windows,
-  // because registering is collective; but sends and recvs are not in order with it.
+  // Tells peers where to store into registered memory of this rank. All ranks have equally many windows, because
+  // registering is collective; but sends and recvs are not ordered with it.
   void find_landings(void* const* receive, const uint64_t* bytes, device::Rings& rings) const {
     if (group.windows_.size() == 0) return;
     rings.landings_from = dispatch.landings_from;
@@ -98,7 +98,7 @@ struct CudaCommunicator::Launch {
     }
     params.first_role = 0, params.roles = device::ring_roles(size);
     for (int r = 0; r < size && transfer; ++r) {
-      // One message: more would take SMs from others that this rank waits for.
+      // A launch for one message only: more roles would take SMs from work that this rank waits for.
       if (params.send_bytes[r] != 0) params.first_role = (r - rank + size) % size, params.roles = 1;
       if (params.receive_bytes[r] != 0) params.first_role = size + (rank + size - 1 - r) % size, params.roles = 1;
     }
@@ -106,7 +106,7 @@ struct CudaCommunicator::Launch {
       by_lanes(group.kernel(GroupKernel::move, RuleKind::any), lanes, static_cast<int>(params.roles), params);
   }
 
-  // Messages: all but the rings is set. Long ones go by several launches.
+  // Sends and receives messages; everything except the rings is set. Long messages take several launches.
   void move(const RingSet& set, const device::MoveParams& whole) const {
     uint64_t most = 0;
     for (int r = 0; r < size; ++r) most = std::max({most, whole.send_bytes[r], whole.receive_bytes[r]});
@@ -122,7 +122,7 @@ struct CudaCommunicator::Launch {
     }
   }
 
-  // The root's data to everybody, by way of each other: for more than two ranks.
+  // Broadcasts by letting the receivers pass parts to each other, for more than two ranks.
   void relay(void* data, uint64_t bytes) const {
     device::RelayParams params{};
     params.root = operation.descriptor.root;
@@ -146,7 +146,7 @@ struct CudaCommunicator::Launch {
     }
   }
 
-  // Every rank's word of `bytes` (at most 16) from own_word() to words().
+  // Gathers every rank's word of `bytes` (at most 16) from own_word() into words().
   CUdeviceptr own_word() const { return reinterpret_cast<CUdeviceptr>(group.own_base() + layout.scratch); }
   CUdeviceptr words() const { return own_word() + 16; }
   void gather_words(uint64_t bytes) const {
@@ -159,8 +159,8 @@ struct CudaCommunicator::Launch {
     move(layout.collectives, params);
   }
 
-  // Equal parts of whole units, one a rank; the last ones may be short or empty. Bit r of `receivers`: rank r gets the
-  // result, in `out`.
+  // Equal parts of whole units, one per rank; the last ones may be short or empty. Bit r of `receivers`: rank r gets
+  // the result, in `out`.
   device::TwoShotParams parts_of(const void* in, void* out, uint64_t bytes, uint32_t receivers) const {
     device::TwoShotParams params{};
     const uint64_t units = (bytes + 15) / 16, part = (units + size - 1) / size * 16;
@@ -179,8 +179,8 @@ struct CudaCommunicator::Launch {
     params.results = rings(layout.results);
     if (params.receivers == kAllRanks) find_landings(params.out, params.bytes, params.results);
     if (bulk) {
-      // Its lanes keep step (BulkPace): no message is too long for one launch. Nor does the next launch begin before
-      // its end: it would hold as many SMs again all the while.
+      // Bulk lanes stay in step (BulkPace), so one launch handles any length. The next launch must not overlap with it,
+      // because it would occupy as many SMs all the while.
       const jit::Kernel& adding = kernel(GroupKernel::bulk);
       const CurrentContext context(group.device_);
       jit::launch(adding, {layout.collectives.bulk.lanes}, {device::kBulkThreads}, device::kBulkSharedBytes,
@@ -208,7 +208,7 @@ struct CudaCommunicator::Launch {
     if (std::accumulate(whole.bytes, whole.bytes + size, uint64_t{0}) >= dispatch.bulk_from)
       return launch_two_shot(whole, true);
     const uint64_t most = *std::max_element(whole.bytes, whole.bytes + size);
-    // With one receiver ranks have unequal work and their lanes drift apart sooner (256 MB: 0.8 ms instead of 1.1).
+    // With one receiver the ranks' work is unequal and their lanes drift apart sooner, so take smaller slices.
     const uint64_t each = whole.receivers == 0           ? device::kMostMessageBytes
                           : whole.receivers == kAllRanks ? dispatch.part_bytes
                                                          : dispatch.part_bytes / 2;
@@ -246,7 +246,7 @@ void CudaCommunicator::all_reduce(const Operation& operation, const void* in, vo
   watch_.check(operation.context);
   const uint64_t bytes = count * size_of(operation.descriptor.dtype);
   if (bytes == 0) return;
-  const bool factors = operation.descriptor.op == ReduceOp::premul_sum;  // only two_shot knows them
+  const bool factors = operation.descriptor.op == ReduceOp::premul_sum;  // only two_shot supports factors
   if (size_ > 1 && bytes <= std::min(dispatch_.one_shot_to, layout_.most_one_shot) && !factors)
     return Launch{*this, operation}.one_shot(in, out, bytes);
   if (size_ > 1 && bytes >= dispatch_.copy_engine_from && !factors && engine_all_reduce(operation, in, out, bytes))

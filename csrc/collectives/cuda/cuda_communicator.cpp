@@ -1,5 +1,5 @@
-// Life of a group's side on its device: made by all ranks together, kernels at their first use, memory that is shared
-// later, the end.
+// Life of a group's side on its device: creation by all ranks together, kernels at first use, later shared memory, and
+// the end.
 #include "collectives/cuda/cuda_communicator.hpp"
 
 #include <algorithm>
@@ -43,10 +43,10 @@ std::unique_ptr<CudaCommunicator> CudaCommunicator::create(int rank, int size, s
           std::to_string(device::kMaxRanks);
     return nullptr;
   }
-  options.dispatch->ring_blocks = std::clamp<uint64_t>(
-      options.dispatch->ring_blocks, 1, options.device_each ? device::kMostRingBlocks : blocks_of_a_sharer(size));
+  for (uint64_t* const blocks : {&options.dispatch->ring_blocks, &options.dispatch->host_blocks})
+    *blocks = std::clamp<uint64_t>(*blocks, 1, options.device_each ? device::kMostRingBlocks : blocks_of_a_sharer(size));
   options.dispatch->part_bytes = std::max(options.dispatch->part_bytes / 1024 * 1024, uint64_t{64} << 10);
-  // A device that is too old, or no compiler: said before anything is shared.
+  // Report an old device or a missing compiler before anything is shared.
   const int major = jit::KernelLibrary::of(options.device).target().major;
   if (size == 1 || major < 9 || major >= 12) options.dispatch->bulk_from = CudaDispatch::kNever;  // no TMA, no memory
   ArenaMemory::Options sharing;
@@ -71,21 +71,21 @@ CudaCommunicator::CudaCommunicator(int rank, int size, GroupHealth& health, std:
       timeout_(options.timeout),
       dispatch_(*options.dispatch),
       arena_(std::move(arena)),
-      layout_(size, ring_blocks_of(dispatch_), options.device_each, arena_.on_host),
+      layout_(size, ring_blocks_of(dispatch_), options.device_each, arena_.on_host ? host_blocks_of(dispatch_) : 0),
       status_(std::make_unique<PinnedMemory>(options.device, sizeof(Status))),
       watch_(health, &host_status()->group, options.log, options.note),
       device_each_(options.device_each),
       shared_bytes_(arena_.parts[rank].size()) {}
 
 bool CudaCommunicator::settle() {
-  // Kernels of this group may still run; they are bounded, and the watch ends those that wait for a lost peer, and
-  // waits of copy engines: whatever lock the driver holds meanwhile, as the watch does not call it.
+  // Kernels of this group may still run. They are bounded, and the watch ends kernels and copy engine waits for a lost
+  // peer. It makes no driver calls, so locks of the driver cannot block it.
   if (is_stuck(device_)) return false;
   try {
     const RelaxedCapture relaxed;
     const CurrentContext context(device_);
     return driver().ctx_synchronize() == CUDA_SUCCESS;
-  } catch (const Error&) {  // at exit the driver may be gone already
+  } catch (const Error&) {  // at exit the driver may be gone
     return false;
   }
 }
@@ -94,12 +94,12 @@ CudaCommunicator::~CudaCommunicator() {
   const bool over = settle();
   watch_.forget_engine();
   if (over) return;
-  // A capture is under way, or the context is gone: memory that may be in use is not taken away.
+  // During a capture, or if the context is gone, memory may still be in use, so leak it.
   new ArenaMemory(std::move(arena_));
   new std::vector<std::shared_ptr<void>>(windows_.clear());
   (void)tiles_.release();
   (void)engine_.release();
-  (void)status_.release();  // which kernels and streams write
+  (void)status_.release();  // kernels and streams write to it
 }
 
 const jit::Kernel& CudaCommunicator::kernel(GroupKernel kind, RuleKind rule) {
@@ -112,7 +112,7 @@ const jit::Kernel& CudaCommunicator::kernel(GroupKernel kind, RuleKind rule) {
   return *kernel;
 }
 
-// Calls are in the same order on all ranks, as operations are: so are their names.
+// Calls are in the same order on all ranks, so their names match.
 std::unique_ptr<CudaCommunicator::Shared> CudaCommunicator::share(uint64_t bytes, uint64_t fingerprint,
                                                                   std::string& why) {
   const auto meeting = MemoryMeeting::join(
@@ -150,7 +150,7 @@ std::unique_ptr<CudaCommunicator::Shared> CudaCommunicator::share(uint64_t bytes
 
 TileMemory* CudaCommunicator::tiles(bool capturing, std::string& why) {
   if (tiles_ || !tiles_refused_.empty()) return why = tiles_refused_, tiles_.get();
-  // Blocks count themselves by atomic operations, which take 45 us each on memory of the host.
+  // Blocks count themselves with atomic operations, which take tens of microseconds on host memory.
   if (on_host()) return why = "its ranks share memory of the host alone", nullptr;
   if (capturing) {
     throw Error(ErrorKind::invalid_argument,

@@ -1,4 +1,4 @@
-// What was measured, choosing and telling.
+// The measured table, the choice, and the exchange between ranks.
 #include "collectives/cuda/cuda_dispatch.hpp"
 
 #include <algorithm>
@@ -12,15 +12,15 @@ namespace ark {
 namespace {
 
 constexpr char kKey[] = "dispatch";
-// Of the last word that is told.
+// Flags of the last word.
 constexpr uint64_t kPeerAccess = 3, kAnyOrder = 4, kNcclLeavesP2p = 8;
 
 }  // namespace
 
 CudaDispatch CudaDispatch::measured(int ranks) {
-  // Measured on H200 (docs/measurements.md has the figures); what is not: relay_from, more than four ranks. Large sums
-  // are taken beside computation, which rings of warps slow down more than what takes few multiprocessors or none: copy
-  // engines on two ranks, rings in bulk on four, where copy engines gain from 512 MB on.
+  // Measured on H200 (docs/measurements.md), except relay_from and more than four ranks. Large sums run alongside
+  // computation, which warp rings slow down most. So two ranks use copy engines, and four use bulk rings, then copy
+  // engines for the largest sizes.
   CudaDispatch made;
   if (ranks <= 2) {
     made.one_shot_to = 512 << 10;
@@ -44,10 +44,10 @@ CudaDispatch CudaDispatch::through_host(int ranks, bool by_nccl) const {
   for (const CudaDispatchField& field : kCudaDispatchFields)
     if (field.on_host) dispatch.*field.value = *field.on_host;
   if (!by_nccl) return dispatch;
-  // Measured for all_reduces of two H200 (docs/collectives.md); the others move their bytes the same way. Memory of the
-  // host is faster at 512 KB and below, and at 8 MB and above; the upper bound is where the lines between cross.
+  // Measured for all_reduces of two H200 (docs/collectives.md); other collectives move their bytes the same way. Host
+  // memory is faster below and above this range; the upper bound is where the curves cross.
   constexpr uint64_t kFrom = 1 << 20, kTo = 6 << 20;
-  // A sum of two is the same in either order.
+  // The sum of two values is the same in either order.
   const bool sums = any_order || ranks <= 2;
   const auto share = [&](uint64_t CudaDispatch::*from, uint64_t CudaDispatch::*to) {
     if (dispatch.*from != kNever || dispatch.*to != kNever) return;

@@ -1,8 +1,8 @@
-// Which algorithm carries a collective on CUDA tensors, by measurement; and the kernels to choose among.
+// Chooses the algorithm of a collective on CUDA tensors by measured thresholds, and lists the kernels.
 //
-// A number of CudaDispatch is a size in bytes from which (or up to which) an algorithm is taken. The defaults were
-// measured; ARK_DISPATCH's table (tools.tune --cuda writes one) replaces them for the sizes of groups that it names.
-// Ranks must decide alike, so all take rank 0's, told through the store.
+// A field of CudaDispatch is a size in bytes from which (or up to which) an algorithm is used. The defaults were
+// measured. A table in ARK_DISPATCH (written by tools.tune --cuda) replaces them for the group sizes that it names.
+// Ranks must decide the same way, so all use rank 0's table, which they get through the store.
 #pragma once
 
 #include <cstdint>
@@ -19,47 +19,47 @@ namespace ark {
 enum class GroupKernel : uint8_t { move, relay, one_shot, add, lines, chunks, bulk };
 inline constexpr int kGroupKernels = 7;
 
-// What is done about peers' memory (ARK_DISABLE_P2P).
+// How to use peers' memory (ARK_DISABLE_P2P).
 enum class PeerAccess : uint8_t {
-  tested,   // used where values arrive there, else memory of the host
-  trusted,  // used where the driver says so, else PyTorch's NCCL carries the group
-  avoided,  // memory of the host
+  tested,   // use it if a test shows that values arrive, else host memory
+  trusted,  // use it if the driver says so, else PyTorch's NCCL carries the group
+  avoided,  // use host memory
 };
 
-// A new algorithm adds its number here, with its default, and a row to the table below.
+// A new algorithm adds a field here, with its default, and a row to the table below.
 struct CudaDispatch {
   static constexpr uint64_t kNever = ~uint64_t{0};
 
-  uint64_t one_shot_to = 64 << 10;     // all_reduce up to here: every rank's whole input to every rank; above: rings
-  uint64_t chunks_from = 8 << 20;      // of one rank's part or message: from here rings of chunks, below of lines
-  uint64_t landings_from = 8 << 20;    // of one rank's part or message: from here into registered memory
-  uint64_t relay_from = 1 << 20;       // broadcast to several peers: from here they hand parts on to each other
-  uint64_t bulk_from = kNever;         // sums of so many bytes from every rank: from here rings in bulk, few blocks
-  uint64_t ring_blocks = 16;           // so many
-  uint64_t part_bytes = 4 << 20;       // of one rank's part of an all_reduce by rings in one launch: lanes drift apart
-  uint64_t copy_engine_from = kNever;  // all_reduce from here: copy engines, which take no SM from what computes
-  uint64_t in_line_to = 0;             // of these, eager ones up to here are on one stream, for the sake of the host
-  uint64_t buffer_bytes = 512u << 20;  // of shared memory for copy engines, at most (ARK_BUFFER_MB)
+  uint64_t one_shot_to = 64 << 10;     // all_reduce up to here: every input to every rank; above: rings
+  uint64_t chunks_from = 8 << 20;      // of one part or message: rings of chunks from here, of lines below
+  uint64_t landings_from = 8 << 20;    // of one part or message: into registered memory from here
+  uint64_t relay_from = 1 << 20;       // broadcast to several peers: they pass on parts from here
+  uint64_t bulk_from = kNever;         // sums of this many bytes per rank: bulk rings, few blocks
+  uint64_t ring_blocks = 16;           // blocks of the bulk rings
+  uint64_t host_blocks = 16;           // blocks of a launch through host memory: few saturate the bus
+  uint64_t part_bytes = 4 << 20;       // of one part per launch in a ring all_reduce; limits drift of lanes
+  uint64_t copy_engine_from = kNever;  // all_reduce from here: copy engines, which leave SMs to computation
+  uint64_t in_line_to = 0;             // of these, eager ones up to here use one stream, to save host time
+  uint64_t buffer_bytes = 512u << 20;  // most shared memory for copy engines (ARK_BUFFER_MB)
 
-  // Copy engines, by the bytes of one rank's part or message. Three are never taken by default, since no measurement
-  // has shown a gain. They stay, with their tests: `ark tune --cuda` measures each beside computation on the machine at
-  // hand, and writes it where it wins.
+  // Copy engines, by the bytes of one rank's part or message. Three are off by default, because no measurement has
+  // shown a gain. `ark tune --cuda` measures each alongside computation and enables those that win on that machine.
   uint64_t reduce_scatter_engine_from = kNever;
   uint64_t all_gather_engine_from = kNever;
   uint64_t registered_all_gather_engine_from = kNever;  // in a group that has registered memory
   uint64_t broadcast_engine_from = kNever;
-  uint64_t all_to_all_engine_from = kNever;  // once another operation's use has brought the memory
+  uint64_t all_to_all_engine_from = kNever;  // once another operation has created the memory
 
-  // From these sizes of the whole tensor on PyTorch's NCCL carries it (process_group/carriers/nccl_entry.hpp); sums
-  // only under Options::reduction "fast", as it adds in other orders. Never by default: it is a second communicator,
-  // with memory and threads of its own. `ark tune --cuda` writes them where NCCL is faster.
+  // PyTorch's NCCL carries whole tensors from these sizes on (process_group/carriers/nccl_entry.hpp). Sums only with
+  // Options::reduction "fast", because NCCL adds in another order. Off by default, because it is a second communicator
+  // with its own memory and threads. `ark tune --cuda` sets them where NCCL is faster.
   uint64_t nccl_all_reduce_from = kNever;
   uint64_t nccl_reduce_from = kNever;
   uint64_t nccl_reduce_scatter_from = kNever;
   uint64_t nccl_all_gather_from = kNever;
   uint64_t nccl_broadcast_from = kNever;
   uint64_t nccl_all_to_all_from = kNever;
-  // And up to these.
+  // And up to these sizes.
   uint64_t nccl_all_reduce_to = kNever;
   uint64_t nccl_reduce_to = kNever;
   uint64_t nccl_reduce_scatter_to = kNever;
@@ -67,28 +67,32 @@ struct CudaDispatch {
   uint64_t nccl_broadcast_to = kNever;
   uint64_t nccl_all_to_all_to = kNever;
 
-  // Rank 0's options, which are in no table.
+  // Rank 0's options, which are not in the table.
   PeerAccess peer_access = PeerAccess::tested;
   bool any_order = false;        // sums may be added in any order
-  bool nccl_leaves_p2p = false;  // NCCL_P2P_DISABLE is set: NCCL does not touch peers' memory either
+  bool nccl_leaves_p2p = false;  // NCCL_P2P_DISABLE is set, so NCCL does not touch peers' memory either
 
   static CudaDispatch measured(int ranks);
-  // Through memory of the host: what needs no more of it than 16 bytes at once, and none of the peers' own. `by_nccl`:
-  // NCCL carries what was measured to be faster so, where no table says otherwise; sums where they have the same bits.
+  // Adapts the table to host memory: only algorithms that need at most 16 bytes of it at once and no peers' memory.
+  // `by_nccl`: NCCL carries what it does faster, unless a table says otherwise; sums only with equal bits.
   CudaDispatch through_host(int ranks, bool by_nccl) const;
 };
 
-// Lanes of the rings in bulk; 0: none are used.
+// Lanes of the bulk rings; 0 if they are not used.
 inline uint32_t ring_blocks_of(const CudaDispatch& dispatch) {
   return dispatch.bulk_from == CudaDispatch::kNever ? 0 : static_cast<uint32_t>(dispatch.ring_blocks);
+}
+
+inline uint32_t host_blocks_of(const CudaDispatch& dispatch) {
+  return static_cast<uint32_t>(dispatch.host_blocks);
 }
 
 struct CudaDispatchField {
   const char* name;
   uint64_t CudaDispatch::*value;
-  std::optional<uint64_t> on_host = {};  // what through_host() makes of it
-  uint64_t early[2] = {};                // for tests that reach it with small messages; 0: as measured
-  bool fast = false;  // counts under Options::reduction "fast" alone: what it names does not add in rank order
+  std::optional<uint64_t> on_host = {};  // the value that through_host() sets
+  uint64_t early[2] = {};                // for tests with small messages; 0: as measured
+  bool fast = false;                     // only with Options::reduction "fast", because it does not add in rank order
 };
 inline constexpr uint64_t kNeverTaken = CudaDispatch::kNever;
 inline constexpr CudaDispatchField kCudaDispatchFields[] = {
@@ -98,6 +102,7 @@ inline constexpr CudaDispatchField kCudaDispatchFields[] = {
     {"relay_from", &CudaDispatch::relay_from, kNeverTaken, {64, 4 << 10}},
     {"bulk_from", &CudaDispatch::bulk_from, kNeverTaken, {300'000, 64 << 10}},
     {"ring_blocks", &CudaDispatch::ring_blocks, {}, {3, 0}},
+    {"host_blocks", &CudaDispatch::host_blocks, {}, {3, 0}},
     {"part_bytes", &CudaDispatch::part_bytes},
     {"copy_engine_from", &CudaDispatch::copy_engine_from, kNeverTaken, {kNeverTaken, 256 << 10}},
     {"in_line_to", &CudaDispatch::in_line_to},
@@ -121,7 +126,7 @@ inline constexpr CudaDispatchField kCudaDispatchFields[] = {
     {"nccl_all_to_all_to", &CudaDispatch::nccl_all_to_all_to},
 };
 
-// A rule applies to groups of up to so many ranks; the first that does decides.
+// A rule applies to groups of up to max_ranks. The first match decides.
 struct CudaRule {
   int max_ranks;
   CudaDispatch dispatch;
@@ -129,14 +134,14 @@ struct CudaRule {
 CudaDispatch choose_dispatch(const std::vector<CudaRule>& rules, int size);
 
 struct DispatchLimits {
-  uint64_t buffer_bytes;  // for copy engines, at most
+  uint64_t buffer_bytes;  // most memory for copy engines
   bool fast = false;      // sums may be added in any order
   PeerAccess peer_access = PeerAccess::tested;
   bool nccl_leaves_p2p = false;
 };
 
-// Collective: rank 0's choice within its limits, on every rank. `check` is called between waits and throws what ends
-// the group.
+// Collective: returns rank 0's choice, within its limits, on every rank. `check` is called between waits and throws
+// what ends the group.
 CudaDispatch agree_on_dispatch(KeyValueStore& store, int rank, int size, const std::vector<CudaRule>& rules,
                                const DispatchLimits& limits, const std::function<void()>& check);
 

@@ -1,5 +1,5 @@
-// What copy engines carry (collectives/cuda/copy_engine/copy_engine.hpp): their memory, shared when the first large
-// operation comes, the kernel that adds for them, and what ranks tell each other about registered outputs.
+// Collectives by copy engines (copy_engine/copy_engine.hpp): shares their memory at the first large operation, launches
+// the kernel that adds, and exchanges where registered outputs are.
 #include <algorithm>
 #include <memory>
 #include <utility>
@@ -13,13 +13,13 @@ namespace ark {
 
 namespace {
 
-// What an engine works with, and graphs that hold its calls.
+// The memory that an engine and graphs with its calls use.
 struct EngineMemory {
   std::vector<DeviceMemory> slots;
   std::unique_ptr<SharedPinnedMemory> words;
 };
 
-// A mark (collectives/cuda/copy_engine/copy_engine.hpp) of all that it is given.
+// Computes a mark (copy_engine/copy_engine.hpp) of its inputs.
 class Hash {
  public:
   Hash& operator<<(uint64_t value) {
@@ -35,8 +35,8 @@ class Hash {
 
 }  // namespace
 
-// Null where it cannot be: under capture memory is not shared, and where it was refused once it is not asked again.
-// Alike on all ranks, as their calls are.
+// Returns null during capture, when memory cannot be shared, and for good once sharing was refused. All ranks agree,
+// because their calls do.
 CopyEngine* CudaCommunicator::copy_engine(const Operation& operation) {
   if (engine_ || engine_refusal_) return engine_.get();
   CUstreamCaptureStatus capturing = CU_STREAM_CAPTURE_STATUS_NONE;
@@ -95,8 +95,8 @@ CopyEngine::Add CudaCommunicator::adding(const Operation& operation) {
   };
 }
 
-// outs: this rank's outputs of `bytes` each, in the order of the ranks they come from; own: which of them is where this
-// rank's message belongs in every rank's.
+// outs: this rank's outputs of `bytes` each, by source rank. own: index of the output where every rank stores this
+// rank's message.
 CudaCommunicator::Marked CudaCommunicator::marked(const Operation& operation, void* const* outs, int count,
                                                   uint64_t bytes, int own) const {
   Marked made;
@@ -162,7 +162,7 @@ bool CudaCommunicator::engine_broadcast(const Operation& operation, void* data, 
   return true;
 }
 
-// Which messages are large only their two ranks know, so the memory is not made here: it must be there already.
+// Only a message's two ranks know that it is large, so this cannot create the memory: it must exist already.
 void CudaCommunicator::engine_all_to_all(const Operation& operation, device::MoveParams& messages, uint64_t from) {
   if (engine_ == nullptr) return;
   CopyEngine::Message sends[device::kMaxRanks] = {};

@@ -1,4 +1,4 @@
-// The texts behind fused_stubs.hpp.
+// The source texts of fused_stubs.hpp.
 #include "collectives/cuda/fused_stubs.hpp"
 
 #include <algorithm>
@@ -23,7 +23,7 @@ std::string fused_entry(const std::string& name, const std::string& params, cons
          ">(p);\n}\n";
 }
 
-// Blocks a multiprocessor. Where the compiler may choose, it spills to have more.
+// Blocks per multiprocessor. Left to itself, the compiler spills registers to fit more.
 constexpr int kMoeResident = 4;
 
 std::string boolean(bool value) {

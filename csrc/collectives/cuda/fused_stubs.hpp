@@ -1,4 +1,4 @@
-// The instantiations of fused operators' kernels (ark_torch/kernels/cuda/fused), as stubs.hpp has those of collectives.
+// Instantiations of the fused operators' kernels (ark_torch/kernels/cuda/fused), like stubs.hpp for collectives.
 #pragma once
 
 #include <cstdint>
@@ -11,11 +11,11 @@
 
 namespace ark {
 
-// Which kernel takes rows of so many bytes.
+// The kernel shape for rows of a given size.
 struct RowShape {
-  uint32_t units, columns;  // accesses that make a row; groups of threads that share one
-  int lanes;                // threads of a group
-  bool wide;                // accesses of 16 bytes, else of one element
+  uint32_t units, columns;  // accesses per row; groups of threads that share one
+  int lanes;                // threads per group
+  bool wide;                // 16-byte accesses, else one element each
   static RowShape of(uint64_t row_bytes, uint64_t element_bytes);
 };
 
@@ -33,7 +33,7 @@ std::string moe_rows_stub(DType dtype, bool wide);
 std::string matmul_stub(DType dtype, device::MatmulShape shape, bool across, device::MatmulMode mode);
 // Entry "moe_product", for Hopper; bf16 or f16.
 std::string moe_product_stub(DType dtype, device::MatmulShape shape, bool gated, device::MoeActivation activation);
-// Tiles' shapes that there are.
+// The available tile shapes.
 inline constexpr device::MatmulShape kMatmulShapes[] = {{128, 256}, {128, 128}, {64, 128}, {64, 64}};
 
 std::vector<Stub> representative_fused_stubs();

@@ -1,4 +1,4 @@
-// The steps of peer_test.hpp, and what is known of devices so far.
+// Runs the peer test and remembers its verdicts per pair of devices.
 #include "collectives/cuda/peer_test.hpp"
 
 #include <array>
@@ -29,10 +29,10 @@ struct DeviceCard {
   int32_t ordinal;
 };
 struct NeedCard {
-  uint32_t needs;  // 1: some pair's verdict is not known here
+  uint32_t needs;  // 1: this rank lacks a verdict
 };
 
-// Of this process: a pair of devices, from one to the other by a way, and what is wrong with it; empty: nothing.
+// Per process: the problem of each (source device, target device, way); an empty text means that it works.
 struct Known {
   std::mutex mutex;
   std::map<std::tuple<Uuid, Uuid, uint32_t>, std::string> verdicts;
@@ -73,7 +73,7 @@ class Run {
   void write() const;
   void compare() const;
   void launch(CUstream stream, char* to, int peer) const;
-  // False: the device has not ended by then.
+  // Returns false if the device has not finished in time.
   bool ends(CUstream stream, std::chrono::milliseconds patience, const std::string& what) const;
   void await_own(CUstream stream, const char* what) const;
   void await(CUstream stream, int peer, const char* what) const;
@@ -87,7 +87,7 @@ class Run {
   std::vector<DeviceCard> devices_;
 };
 
-// Given up with what it was to do, where that does not end.
+// Set `stream` to null to abandon it with work that does not end.
 struct Stream {
   Stream() { check(driver().stream_create_with_priority(&stream, CU_STREAM_NON_BLOCKING, 0), "cuStreamCreate"); }
   ~Stream() {
@@ -111,7 +111,7 @@ void Run::lies(int from, int to, uint32_t way, const std::string& how) const {
   throw Error(ErrorKind::system, between(from, to) + kLies + how);
 }
 
-// True: every verdict that concerns this rank is known, and good. Throws what is known to be wrong.
+// Returns true if all verdicts of this rank are known and good. Throws if one is known to be bad.
 bool Run::all_known() const {
   const std::lock_guard lock(known().mutex);
   bool all = true;
@@ -121,7 +121,7 @@ bool Run::all_known() const {
       for (uint32_t way = 0; way < ways(); ++way) {
         const auto found = known().verdicts.find({devices_[from].device, devices_[to].device, way});
         if (found == known().verdicts.end()) {
-          // What this rank has sent is judged by the peer, which says whether it knows.
+          // The peer judges what this rank sent and reports whether it knows the verdict.
           all &= from == rank_;
         } else if (!found->second.empty()) {
           throw Error(ErrorKind::system, between(from, to) + kLies + found->second);
@@ -176,7 +176,7 @@ void Run::write() const {
   launch(own.stream, outbox(rank_), rank_);
   await_own(own.stream, "a kernel on its own memory");
   try {
-    // One peer after another, so that what does not end has a name.
+    // One peer at a time, so that an operation that does not end can be attributed.
     for (int step = 1; step < size_; ++step) {
       const int peer = (rank_ + step) % size_;
       if (!is_peer(peer)) continue;
@@ -206,7 +206,7 @@ void Run::compare() const {
   try {
     await_own(own.stream, "a copy to the host");
   } catch (const Error&) {
-    own.stream = nullptr, (void)came.release();  // it may still be written
+    own.stream = nullptr, (void)came.release();  // the device may still write to it
     throw;
   }
   for (int peer = 0; peer < size_; ++peer) {

@@ -1,4 +1,4 @@
-// What the ranks tell each other about memory, and what they then map.
+// The messages between ranks about registered memory, and the mappings that follow.
 #include "collectives/cuda/registration.hpp"
 
 #include "shm/symmetric_memory.hpp"
@@ -7,7 +7,7 @@ namespace ark {
 
 namespace {
 
-// What a window holds.
+// What a window keeps alive.
 struct Held {
   std::shared_ptr<const ShareableSegment> own;
   std::vector<std::shared_ptr<const DeviceMemory>> peers;
@@ -19,14 +19,14 @@ const char* const kCalls[] = {"", "register", "register_mem_pool", "deregister",
 
 struct Registration::Card {
   Verb verb;
-  uint32_t id;             // remove: the window's
-  uint64_t bytes;          // of the range; add_all and remove_all: how many ranges
+  uint32_t id;             // remove: the window's id
+  uint64_t bytes;          // of the range; add_all and remove_all: number of ranges
   uint64_t offset;         // of the range in its segment
-  uint64_t segment;        // its number in this process
-  uint64_t segment_bytes;  // of all of it
+  uint64_t segment;        // number in this process
+  uint64_t segment_bytes;  // size of the whole segment
 };
 
-// One step: every rank's call and its numbers, which must agree. What is compared is the same on all ranks.
+// One step: exchanges every rank's call and its numbers and checks that they agree.
 void Registration::say(Verb verb, const std::function<void(Card&)>& fill) {
   meeting_->step([&] {
     Card& card = meeting_->own_card<Card>();
@@ -113,7 +113,7 @@ std::vector<uint32_t> Registration::add_all(const std::function<std::vector<Regi
       ids.push_back(id);
     }
   } catch (const Error&) {
-    // Nobody was told of these windows yet, and no operation of this group was issued meanwhile.
+    // No caller knows these windows yet, and no operation of this group was issued meanwhile.
     for (const uint32_t id : ids) windows->remove(id);
     throw;
   }
@@ -146,7 +146,7 @@ void Registration::remove_all(const std::vector<uint32_t>* ids, Windows* windows
   for (const uint32_t id : *ids) end(*windows, id, quiet);
 }
 
-// No operation finds the window from here on; what was issued before may still run.
+// No later operation finds the window, but earlier ones may still run.
 void Registration::end(Windows& windows, uint32_t id, const std::function<bool()>& quiet) {
   std::shared_ptr<void> held = windows.remove(id);
   if (held && !quiet()) windows.keep(std::move(held));

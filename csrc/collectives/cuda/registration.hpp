@@ -1,13 +1,10 @@
-// Registered memory: users' memory that the ranks of a group have mapped, so that collectives read and write it in
-// place.
+// Registered memory: users' memory that all ranks of a group map, so that collectives read and write it in place.
 //
-// add() and remove() are collective over the group's ranks, and fail on all of them or on none: they meet
-// (memory_meeting.hpp), the first time through the store, later over the sockets kept from it. Each rank offers a range
-// of bytes in a segment of its pool (shareable_pool.hpp). Ranges are of one size; segments, and places in them, may
-// differ. A peer's segment is mapped once, however many ranges lie in it, and unmapped with its last range.
-//
-// A window holds this rank's segment and the mappings of the peers' until it is removed, or the group is destroyed.
-// One call at a time; all ranks make the same calls in the same order.
+// add() and remove() are collective and fail on all ranks or on none. Ranks meet through the store the first time,
+// later over the sockets kept from it (memory_meeting.hpp). Each rank offers a range in a segment of its pool
+// (shareable_pool.hpp). Ranges have equal size; segments and offsets may differ. A peer's segment is mapped once for
+// all its ranges. A window keeps this rank's segment and the peers' mappings until it is removed or the group is
+// destroyed. All ranks make the same calls in the same order, one at a time.
 #pragma once
 
 #include <functional>
@@ -25,29 +22,30 @@ namespace ark {
 struct RegisteredRange {
   char* data;
   uint64_t bytes;
-  std::shared_ptr<const ShareableSegment> segment;  // that it lies in; remove() needs none
+  std::shared_ptr<const ShareableSegment> segment;  // the segment that contains it; remove() needs none
 };
 
 class Registration {
  public:
-  // What this rank offers; throws where it cannot.
+  // Returns this rank's range. Throws if it has none.
   using Offer = std::function<RegisteredRange()>;
-  // Where windows go, on this rank's device; null on all ranks: nowhere. Asked while all ranks are in the same step.
+  // Returns the table for new windows on this rank's device, or null on all ranks. Called while all ranks are in one
+  // step.
   using Place = std::function<Windows*()>;
 
   explicit Registration(std::unique_ptr<MemoryMeeting> meeting) : meeting_(std::move(meeting)) {}
-  bool over() const { return meeting_->over(); }  // a rank did not come, or was lost
+  bool over() const { return meeting_->over(); }  // a rank did not arrive or was lost
   void set_timeout(std::chrono::milliseconds timeout) { meeting_->set_timeout(timeout); }
 
-  // The window's id, equal on all ranks; 0 where there is no place for it.
+  // Returns the window's id, equal on all ranks; 0 if there is no table for it.
   uint32_t add(const Offer& offer, const Place& place);
-  // All or none; every rank has as many.
+  // Adds all ranges or none. Every rank must offer the same number.
   std::vector<uint32_t> add_all(const std::function<std::vector<RegisteredRange>()>& offer, const Place& place);
 
-  // Ends a window: the newest of that range. `quiet` waits until the device has ended all that may use it; false: that
-  // cannot be known, and then the memory stays mapped until `windows` goes.
+  // Ends the newest window of that range. `quiet` waits until the device has finished everything that may use it. If it
+  // returns false, the memory stays mapped until `windows` is destroyed.
   void remove(const Offer& offer, Windows* windows, const std::function<bool()>& quiet);
-  // `ids`: what add_all() gave; null: this rank has none, which is an error on all.
+  // `ids`: the result of add_all(). Null: this rank has none, which is an error on all ranks.
   void remove_all(const std::vector<uint32_t>* ids, Windows* windows, const std::function<bool()>& quiet);
 
  private:

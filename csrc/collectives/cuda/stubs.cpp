@@ -1,4 +1,4 @@
-// The texts behind stubs.hpp. A new kernel of a group's collectives is a row of kGroup; lists and launches follow it.
+// The source texts of stubs.hpp. A new kernel for collectives is a row of kGroup; lists and launches follow from it.
 #include "collectives/cuda/stubs.hpp"
 
 #include <algorithm>
@@ -60,10 +60,10 @@ std::string bulk_stub(RuleKind rule, int ranks, int rank) {
 
 struct GroupRow {
   GroupKernel kernel;
-  const char* listed;  // the name in lists; null: another row's text has this entry, too
+  const char* listed;  // name in lists; null if another row's text has this entry
   const char* entry;
   std::string (*text)(RuleKind rule, int ranks, int rank);
-  bool adds = true;  // for each rule and place
+  bool adds = true;  // instantiated for each rule and place
   int from_ranks = 1;
   int min_arch = 80;
 };
@@ -87,7 +87,7 @@ constexpr GroupRow kGroup[] = {
 };
 static_assert(std::size(kGroup) == kGroupKernels);
 
-// Those of one place, or (ranks 0) those that are alike for all.
+// Adds the stubs of one place, or (ranks 0) those that all places share.
 void add_group(std::vector<Stub>& stubs, RuleKind rule, int ranks, int rank, const std::string& suffix) {
   for (const GroupRow& row : kGroup) {
     if (row.listed == nullptr || row.adds != (ranks != 0) || ranks < (row.adds ? row.from_ranks : 0)) continue;

@@ -1,4 +1,4 @@
-// Sharing and handing out of places. See the header.
+// Shares places and hands them out.
 #include "collectives/cuda/tile_memory.hpp"
 
 #include <algorithm>
@@ -41,7 +41,7 @@ bool TileMemory::reserve(CudaCommunicator& communicator, uint64_t bytes, bool ca
   const uint64_t places = 1 + std::min(kMostPlaces, std::max<uint64_t>(most_bytes_ / each, 1) - 1);
   auto shared = communicator.share(each * places, kDataPrint ^ each, why);
   if (!shared) return false;
-  // Nothing stores there any more: this rank's launches have ended, and with them what peers stored for it.
+  // Nothing writes to the old memory any more: this rank's launches have ended, and so have peers' stores for them.
   communicator.settle();
   data_ = std::make_shared<Data>(std::move(shared), places);
   bytes_ = each;

@@ -1,11 +1,10 @@
-// What the fused operators of a group have on this rank's GPU: control words, places for results, the report.
+// Memory of a group's fused operators on this rank's GPU: control words, places for results, and the failure report.
 //
-// A result is stored tile by tile at its place (ark_torch/kernels/cuda/fused/tiles.cuh). Which place that is, each rank
-// decides for itself and tells the others in the kernel: registered memory that the caller allocated, a place of a
-// captured graph's own, or the staging place, from which the caller copies. Memory is shared at the first operator and
-// again when a larger result comes, by all ranks together; under capture ranks cannot meet, so there it must be there.
-//
-// Not thread-safe: called by launches, which the group holds apart.
+// A result is stored tile by tile at its place (ark_torch/kernels/cuda/fused/tiles.cuh). Each rank chooses its place
+// and tells the others in the kernel: registered memory from the caller, a place that a captured graph owns, or the
+// staging place, from which the caller copies. All ranks share memory at the first operator and again when a result is
+// larger. Ranks cannot meet during capture, so the memory must exist by then. Not thread-safe: the group serialises
+// launches.
 #pragma once
 
 #include <array>
@@ -24,29 +23,31 @@ namespace ark {
 
 class TileMemory {
  public:
-  // Collective. Null, and `why`, alike on all ranks: a device has no room.
+  // Collective. Returns null on all ranks, and sets `why`, if a device has no room.
   static std::unique_ptr<TileMemory> create(CudaCommunicator& communicator, std::string& why);
 
   struct Place {
     char* data = nullptr;
     std::array<char*, device::kMaxRanks> seen{};  // by each rank
-    // Every rank's place of this number, as mapped here. Of the staging place alone: what others take, only they know.
+    // Every rank's place of this number, as mapped here; only for the staging place, since others are the ranks' own
+    // choice.
     std::array<char*, device::kMaxRanks> peers{};
-    std::shared_ptr<void> keep;  // memory, and the place in it, are the holder's as long as this lives
+    std::shared_ptr<void> keep;  // keeps the memory and the place in it
   };
 
-  // Collective, where `bytes` (alike on all ranks) are more than ever before; else does nothing. False, and `why`,
-  // alike on all ranks: a device has no room. Error(invalid_argument) under capture where there is something to do.
+  // Grows the places, collectively, if `bytes` (equal on all ranks) exceeds all earlier sizes. Returns false on all
+  // ranks, and sets `why`, if a device has no room. Throws Error(invalid_argument) if it would have to grow during
+  // capture.
   bool reserve(CudaCommunicator& communicator, uint64_t bytes, bool capturing, std::string& why);
-  uint64_t bytes() const { return bytes_; }  // that are reserved
-  // Of that size. It is used by one operation at a time, in the order of the group's.
+  uint64_t bytes() const { return bytes_; }  // size of a place
+  // A place of that size. One operation uses it at a time, in the group's order.
   Place staging() const;
-  // For the life of a captured graph; none: they are all taken.
+  // A place for the life of a captured graph, or none if all are taken.
   std::optional<Place> take();
 
-  // Of one operation that stores at `place`; the caller sets `layout` and `limit_ns`.
+  // Links of one operation that stores at `place`; the caller sets `layout` and `limit_ns`.
   device::TileLinks links(const Place& place) const;
-  // What a launch reported; none: nothing. Whatever was launched since has no result either.
+  // What a launch reported, if anything. Later launches have no result either.
   std::optional<device::TileReport> failure() const;
 
  private:
@@ -56,7 +57,7 @@ class TileMemory {
   struct Data {
     Data(std::unique_ptr<CudaCommunicator::Shared> memory, size_t places) : shared(std::move(memory)), taken(places) {}
     std::unique_ptr<CudaCommunicator::Shared> shared;
-    std::vector<std::atomic<bool>> taken;  // a graph's end gives its place back, on any thread
+    std::vector<std::atomic<bool>> taken;  // any thread may clear it when a graph ends
   };
 
   const int rank_, size_;
@@ -64,7 +65,7 @@ class TileMemory {
   std::unique_ptr<CudaCommunicator::Shared> control_;
   PinnedMemory report_;
   std::shared_ptr<Data> data_;
-  uint64_t bytes_ = 0;  // of a place
+  uint64_t bytes_ = 0;  // size of a place
 };
 
 }  // namespace ark

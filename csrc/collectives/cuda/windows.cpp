@@ -1,4 +1,4 @@
-// The table of windows.hpp: entries by their beginning, each with how far it and those before it reach.
+// Looks up windows: entries sorted by begin, each with the furthest end of it and all entries before it.
 #include "collectives/cuda/windows.hpp"
 
 #include <algorithm>
@@ -69,7 +69,7 @@ std::optional<Window> Windows::look_up(uintptr_t data, uint64_t bytes) const {
   const Entry* best = nullptr;
   while (behind != entries_.begin()) {
     --behind;
-    if (behind->reach < end) break;  // neither this one nor any before it gets there
+    if (behind->reach < end) break;  // neither this entry nor any before it reaches `end`
     if (behind->end >= end && (best == nullptr || behind->id > best->id)) best = &*behind;
   }
   if (best == nullptr) return std::nullopt;

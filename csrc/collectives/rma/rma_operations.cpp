@@ -48,7 +48,7 @@ protocol::Counter& RmaWindow::counter(int local, int from) const {
 }
 
 RmaWindow::Transfer RmaWindow::put(const OperationContext& context, int peer, uint32_t type, const void* from,
-                                   uint64_t elements, int64_t offset, std::shared_ptr<void> keep) {
+                                   uint64_t elements, int64_t offset, std::shared_ptr<void> keep, rdma::Where where) {
   return guarded(context, [&]() -> Transfer {
     check(context, peer);
     const RmaRecord& there = records_[peer];
@@ -71,7 +71,7 @@ RmaWindow::Transfer RmaWindow::put(const OperationContext& context, int peer, ui
       std::memmove(neighbours_[local].data + offset * there.item, from, bytes);
       return nullptr;
     }
-    Transfer transfer = setup_.messages->put(peer, from, bytes, there.address + offset * there.item, there.keys);
+    Transfer transfer = setup_.messages->put(peer, from, bytes, there.address + offset * there.item, there.keys, where);
     // Kept here, too: a transfer that goes before its end would take the connection with it.
     const std::lock_guard lock(mutex_);
     if (pending_.size() >= kReap) std::erase_if(pending_, [](const Pending& one) { return one.transfer->done(); });

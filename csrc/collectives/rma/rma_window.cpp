@@ -81,7 +81,8 @@ void RmaWindow::share(const std::function<Memory()>& offer) {
     mine.data = own_.data;
     mine.signals = std::make_shared<SharedMemory>(
         SharedMemory::create("ark-window-signals", static_cast<size_t>(ranks) * sizeof(protocol::Counter)));
-    if (setup_.messages && own_.elements > 0) registered_ = setup_.messages->hold(own_.data, own_.elements * own_.item);
+    if (setup_.messages && own_.elements > 0)
+      registered_ = setup_.messages->hold(own_.data, own_.elements * own_.item, true, own_.where);
     RmaRecord& record = records_[setup_.rank];
     record.elements = own_.elements;
     record.item = own_.item;

@@ -47,6 +47,7 @@ class RmaWindow {
     uint64_t elements = 0;
     uint32_t item = 1, type = 0;
     std::shared_ptr<SharedMemory> segment;
+    rdma::Where where = rdma::Where::host;  // gpu: only in a node of one rank
   };
 
   // Error, on all ranks, where one offers nothing (offer throws) or cannot share or register what it offers.
@@ -62,7 +63,7 @@ class RmaWindow {
   // `elements` from `from` to the peer's from `offset` on. `keep`: what holds `from`, until the put is done. Error
   // (type_error, invalid_argument) before a byte moves.
   Transfer put(const OperationContext& context, int peer, uint32_t type, const void* from, uint64_t elements,
-               int64_t offset, std::shared_ptr<void> keep = nullptr);
+               int64_t offset, std::shared_ptr<void> keep = nullptr, rdma::Where where = rdma::Where::host);
   Transfer signal(const OperationContext& context, int peer);
 
   // The number of the signal that the next wait takes; to be waited for.

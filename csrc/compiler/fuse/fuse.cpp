@@ -1,6 +1,6 @@
-// Nodes to stages. In program order each row node joins the groups that made its operands, where draft_rows() takes
-// them together and no cycle of groups comes about; every other node is a group of its own. Then groups are put in an
-// order in which each comes after all that it depends on, as near to program order as that allows.
+// Groups nodes into stages. In program order, each row node joins the groups that made its operands if draft_rows()
+// accepts them together and no cycle of groups arises; any other node is a separate group. The groups are then
+// ordered so that each comes after its dependencies, as close to program order as possible.
 #include <algorithm>
 #include <functional>
 #include <map>
@@ -19,9 +19,9 @@ namespace ark::compiler {
 
 namespace {
 
-constexpr size_t kMostNodes = 128;  // of a stage: what is longer is no layer, and drafts are tried over and over
+constexpr size_t kMostNodes = 128;  // of a stage: no real layer has more, and each added node drafts the stage again
 
-// Loads and stores; several of one value are counted several times.
+// Counts loads and stores, repeated ones of a value separately.
 int operands_of(const RowDraft& draft) {
   return static_cast<int>(std::count_if(draft.items.begin(), draft.items.end(), [](const RowDraft::Item& item) {
     using Kind = RowProgram::Instruction::Kind;
@@ -34,7 +34,7 @@ class Grouper {
   Grouper(const Graph& graph, const Dependencies& dependencies)
       : graph_(graph), dependencies_(dependencies), group_of_(graph.nodes().size(), -1) {}
 
-  // Nodes of each group, rising; groups in a valid order. Groups of dead nodes are left out.
+  // The nodes of each group in increasing order, groups in a valid execution order. Dead nodes are left out.
   std::vector<std::vector<int>> group() {
     for (size_t n = 0; n < graph_.nodes().size(); ++n) {
       if (dependencies_.live[n]) add(static_cast<int>(n));
@@ -57,7 +57,7 @@ class Grouper {
       if (edge.value && is_row_node(graph_.nodes()[edge.node])) makers.push_back(edge.node);
     }
     std::sort(makers.rbegin(), makers.rend());
-    // Those that made parts of one operand only together; others one by one.
+    // Groups that made parts of one operand join together or not at all; others join one by one.
     std::map<int, std::set<int>> by_buffer;
     for (int maker : makers) {
       const int buffer = graph_.values()[graph_.nodes()[maker].outputs[0]].buffer;
@@ -70,7 +70,7 @@ class Grouper {
     for (int maker : makers) try_merge({group_of_[maker], group_of_[node]});
   }
 
-  // Whether one of the groups comes after another one by way of a group that is none of them.
+  // Whether one of the groups depends on another through a group outside the set.
   bool reaches_around(const std::set<int>& merged) const {
     std::vector<bool> seen(groups_.size(), false);
     std::vector<int> stack;
@@ -150,7 +150,7 @@ class Grouper {
   const Graph& graph_;
   const Dependencies& dependencies_;
   std::vector<std::vector<int>> groups_;
-  std::vector<std::vector<int>> before_;  // groups that a group depends on
+  std::vector<std::vector<int>> before_;  // the groups that each group depends on
   std::vector<int> group_of_;             // by node
 };
 

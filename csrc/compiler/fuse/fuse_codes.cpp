@@ -1,7 +1,7 @@
-// Products with coded weights: int8, float8 or 4 bits, with a scale for each column or each group of a column's depth.
+// Products with quantized weights: int8, float8 or 4 bits, with a scale per column or per group of a column's depth.
 //
-// A stage of its own making, for what it reads beside its weights; passes see a product as any other. Every weight is
-// read once where there are few rows, so tiles cut columns; many rows, which only a CPU gets, are cut as rows.
+// They have a stage of their own because of the operands they read besides the weights; passes treat them as products.
+// With few rows every weight is read once, so tiles cut columns. Many rows, which only a CPU gets, are cut as rows.
 #include <algorithm>
 #include <string>
 

@@ -1,4 +1,5 @@
-// Columns of row programs.
+// Chooses the columns of row programs and the order of all dimensions, and estimates whether fusing pays. The contract
+// is in fuse_columns.hpp.
 #include "compiler/fuse/fuse_columns.hpp"
 
 #include <algorithm>
@@ -51,8 +52,8 @@ bool RowColumns::choose(const RowDraft& draft) {
   return true;
 }
 
-// Values of the row are computed once a row. Others that vary less than the stage are computed again and again: only
-// what costs less than a load.
+// Per-row values are computed once per row. Other values that vary over fewer dimensions than the stage are recomputed;
+// that pays only if it costs less than a load.
 bool RowColumns::worth_it(const Graph& graph, const RowSpace& space) const {
   int again = 0;
   for (const RowNode& member : space.members) {

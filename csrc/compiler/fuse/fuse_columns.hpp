@@ -1,4 +1,5 @@
-// Which dimensions of a row program's space are its columns, in which order they all stand, and whether fusing pays.
+// Decides which dimensions of a row program's space are its columns, in which order all dimensions are nested, and
+// whether fusing pays.
 #pragma once
 
 #include <cstddef>
@@ -13,19 +14,19 @@ class RowColumns {
  public:
   explicit RowColumns(size_t dimensions = 0) : columns_(dimensions, false) {}
 
-  // One more reduction, over these dimensions in this order, which matters where positions are counted (argmax). False:
-  // not together with those before it.
+  // Adds a reduction over these dimensions, in this order, which matters if positions are counted (argmax). Returns
+  // false if it does not combine with earlier reductions.
   bool reduce(const std::vector<int>& dims, bool counted);
 
-  // The columns are what is reduced, or what some stores leave out, or (none chosen here) the last dimension. False:
-  // the stores do not fit to that.
+  // Takes as columns the reduced dimensions, the ones that some stores lack, or (not here) the last dimension. Returns
+  // false if the stores do not match.
   bool choose(const RowDraft& draft);
 
-  // False where much would be computed more often than its node does.
+  // Returns false if much would be computed more often than in separate stages.
   bool worth_it(const Graph& graph, const RowSpace& space) const;
 
-  // Rows by falling strides of the first store of whole rows, so that neighbours are written one after the other; then
-  // the columns.
+  // Orders rows by decreasing stride of the first full-row store, so that adjacent addresses are written in sequence,
+  // then the columns.
   void order(const RowSpace& space, RowDraft& draft) const;
 
  private:

@@ -1,5 +1,5 @@
-// Buffer by buffer, in program order: a read depends on every earlier write that it may overlap, a write on every
-// earlier access.
+// Walks each buffer's accesses in program order. A read depends on every earlier write that it may overlap, a write on
+// every earlier access that it may overlap.
 #include "compiler/fuse/fuse_dependencies.hpp"
 
 #include <algorithm>
@@ -21,7 +21,7 @@ struct BufferAccess {
   Footprint bytes;
 };
 
-// An iota, or a fill with a literal, of a temporary.
+// An iota into a temporary, or a fill of one with a literal.
 bool may_be_inlined(const Graph& graph, const Node& node) {
   if (graph.buffer_of(node.outputs[0]).kind != Buffer::Kind::temporary) return false;
   if (node.op == "iota") return true;
@@ -68,7 +68,7 @@ Dependencies find_dependencies(const Graph& graph) {
   const auto touch = [&](int node, int value, bool write) {
     const Value& touched = graph.values()[value];
     if (touched.is_literal()) return;
-    if (writers[touched.buffer] == 0) return;  // only ever read
+    if (writers[touched.buffer] == 0) return;  // only read
     const Footprint bytes = footprint(touched);
     for (const BufferAccess& earlier : accesses[touched.buffer]) {
       if (!write && !earlier.write) continue;
@@ -77,7 +77,7 @@ Dependencies find_dependencies(const Graph& graph) {
     }
     accesses[touched.buffer].push_back({node, write, bytes});
   };
-  int collective = -1;  // the last one: all ranks must issue them in the same order, which is the graph's
+  int collective = -1;  // the last one: all ranks must issue collectives in the graph's order
   for (size_t n = 0; n < nodes.size(); ++n) {
     if (is_collective(nodes[n].op)) {
       if (collective >= 0) depend(static_cast<int>(n), collective, false);

@@ -1,4 +1,4 @@
-// What every order of execution has to keep: which node reads what which other wrote, and which may not overtake which.
+// The constraints on every execution order: which node reads another's result, and which nodes may not be reordered.
 #pragma once
 
 #include <vector>
@@ -9,22 +9,22 @@ namespace ark::compiler {
 
 struct Dependencies {
   struct Edge {
-    int node = -1;       // an earlier one
-    bool value = false;  // its result is read (else: memory is written again, or written after it was read)
+    int node = -1;       // an earlier node
+    bool value = false;  // true: its result is read; false: memory is overwritten
   };
   std::vector<std::vector<Edge>> before;  // by node
-  std::vector<std::vector<int>> readers;  // by node: later live nodes that read bytes which it wrote
-  // By node: an iota or a fill whose buffer nothing else writes. Row programs compute its elements where they need
-  // them, and do not depend on it.
+  std::vector<std::vector<int>> readers;  // by node: later live nodes that read its bytes
+  // By node: an iota or fill whose buffer no other node writes. Row programs compute its elements on demand and do not
+  // depend on it.
   std::vector<bool> inlined;
-  std::vector<bool> live;  // by node: somebody sees what it computes
+  std::vector<bool> live;  // by node: its result is used
   // By buffer: its inlined node, or -1.
   std::vector<int> inlined_writer;
 };
 
 Dependencies find_dependencies(const Graph& graph);
 
-// Pointwise operators, reductions and iota: what row programs are made of.
+// Whether a node can be part of a row program: pointwise operators, reductions and iota.
 bool is_row_node(const Node& node);
 
 }  // namespace ark::compiler

@@ -1,5 +1,5 @@
-// From a draft to a stage: dimensions that lie alike in every access become one, the tiles' axis is chosen, and each
-// access gets a view of the buffer that has the program's dimensions.
+// Turns a draft into a stage: merges dimensions that every access walks contiguously, chooses the tile axis, and gives
+// each access a view of its buffer with the program's dimensions.
 #include <algorithm>
 #include <set>
 #include <tuple>
@@ -15,7 +15,7 @@ namespace {
 using Kind = RowProgram::Instruction::Kind;
 
 constexpr int64_t kEnoughRows = 64;          // tiles for most machines
-constexpr int64_t kReplicableBytes = 65536;  // read: cheaper to compute again than to wait for
+constexpr int64_t kReplicableBytes = 65536;  // of reads: recomputing is cheaper than waiting
 
 class RowFinisher {
  public:
@@ -35,7 +35,7 @@ class RowFinisher {
   }
 
  private:
-  // Items that no store needs.
+  // Drops items that no store needs.
   void drop_unused() {
     const auto& items = draft_.items;
     used_.assign(items.size(), false);
@@ -57,8 +57,8 @@ class RowFinisher {
     return true;
   }
 
-  // The last dimension, where it serves as the columns by default, stays unless rows are few and short: tiles of rows
-  // are what neighbours (matrix products) are cut into.
+  // The last dimension, if it serves as the columns by default, stays unless rows are few and short: tiles of rows
+  // match how neighboring products are cut.
   void merge_dimensions() {
     auto& order = draft_.order;
     const bool by_default = draft_.inner == 0 && !order.empty();
@@ -89,7 +89,7 @@ class RowFinisher {
     return static_cast<int>(program_.code.size()) - 1;
   }
 
-  // The register as one of the columns.
+  // Copies a per-row register to every column.
   int spread(int from) {
     if (!program_.code[from].scalar) return from;
     RowProgram::Instruction copy;
@@ -122,7 +122,7 @@ class RowFinisher {
     }
   }
 
-  // A view with the program's dimensions; 1 long where the function does not vary.
+  // Makes a view with the program's dimensions, of length 1 where the function does not vary.
   void place(const IndexFunction& function, RowProgram::Instruction& made) {
     Value view;
     view.buffer = function.buffer;
@@ -139,8 +139,8 @@ class RowFinisher {
     made.value = view_value(graph_, view);
   }
 
-  // The outermost dimension that is long enough, else the one that gives most tiles. Columns only where nothing is
-  // reduced and every store is of whole rows.
+  // Takes the outermost dimension that is long enough, else the one with most tiles. Columns qualify only if nothing is
+  // reduced and every store covers full rows.
   void choose_axis() {
     bool rows_only = draft_.reduces;
     int64_t grain = 1;
@@ -205,7 +205,7 @@ class RowFinisher {
     stage_.origin = origins(graph_, draft_.nodes);
   }
 
-  // How many nodes write it; a replicated buffer has no writers but the stage's own.
+  // Counts the nodes that write the buffer. Only the stage's own nodes may write a replicated buffer.
   int writers(int buffer) const {
     int others = 0;
     for (size_t n = 0; n < graph_.nodes().size(); ++n) {

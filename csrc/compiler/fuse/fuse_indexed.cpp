@@ -1,6 +1,6 @@
-// Stages of operators whose reads or writes follow indices that are known at run time: what a tile touches of a table
-// is some of it (sparse), and how much is not known, so their bytes are those of what they make. Rows that are sorted
-// or summed along stand here too, since they are cut in the same way: along any other dimension.
+// Stages of operators that read or write through indices known at run time. A tile touches a part of the table (sparse)
+// of unknown size, so the bytes counted are those of the result. Sorts and running sums are here too, since they are
+// cut the same way: along any other dimension.
 #include <algorithm>
 #include <string>
 
@@ -12,7 +12,7 @@ namespace ark::compiler {
 
 namespace {
 
-// The longest dimension outside [from, to), or none; the last only in whole cache lines.
+// The longest dimension outside [from, to), or -1; the last dimension only in whole cache lines.
 int longest_dimension(const Value& value, int from, int to, int64_t& grain) {
   int best = -1;
   int64_t most = 1;
@@ -65,7 +65,7 @@ Stage scatter_stage(Graph& graph, const Node& node) {
   ScatterStage body{node.outputs[0], node.inputs[1], node.inputs[2], dim, node.flag("wrap"), along, accumulate};
   const Value& source = graph.values()[body.source];
   Stage stage;
-  // Positions are not cut: of several sources for one position the last wins, in order.
+  // Positions are not cut: if several sources go to one position, the last in order wins.
   const int axis = longest_dimension(source, dim, dim + 1, stage.grain);
   if (axis >= 0) stage.extent = source.shape[axis];
   stage.accesses.push_back({body.source, axis, false});
@@ -79,7 +79,7 @@ Stage scatter_stage(Graph& graph, const Node& node) {
   return stage;
 }
 
-// Sorts and running sums: whole rows along dim.
+// Sorts and running sums take whole rows along dim.
 template <typename Body>
 Stage row_stage(Graph& graph, const Node& node, Body body) {
   body.input = node.inputs[0];

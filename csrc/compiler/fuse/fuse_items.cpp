@@ -1,5 +1,5 @@
-// Items of row programs. An iota that is read through a view is a sum over the indices of the space; a fill is its
-// literal.
+// Builds the items of row programs. An iota read through a view becomes a sum over the indices of the space; a fill
+// becomes its literal.
 #include "compiler/fuse/fuse_items.hpp"
 
 #include <algorithm>
@@ -63,7 +63,7 @@ int RowItems::load(IndexFunction function, int node) {
   return push(std::move(item));
 }
 
-// The element of an iota or a fill that `function` reads, computed: start + step * its position.
+// Computes the element of an iota or fill that `function` reads: start + step * its position.
 int RowItems::inlined(const IndexFunction& function, int node) {
   const Node& writer = graph_.nodes()[dependencies_.inlined_writer[function.buffer]];
   const Value& written = graph_.values()[writer.outputs[0]];

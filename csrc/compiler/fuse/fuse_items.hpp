@@ -1,5 +1,5 @@
-// The registers of a row program as they come about: equal loads, literals and indices are one register, conversions
-// that change nothing are none.
+// The registers of a row program under construction. Equal loads, literals and indices share one register, and
+// conversions that change nothing take none.
 #pragma once
 
 #include <string>
@@ -18,14 +18,14 @@ class RowItems {
 
   void set_dimensions(size_t dimensions) { dimensions_ = dimensions; }
 
-  // Each returns the number of the item.
+  // Each returns the item's number.
   int push(RowDraft::Item item);
   int literal(double value, ScalarType type);
   int op(const std::string& name, std::vector<int> args, ScalarType type, int node);
   int load(IndexFunction function, int node);
   int index(size_t dimension);
-  int scaled(int arg, int64_t factor, int node);  // of int64
-  // What `function` reads of an inlined node's result, computed; -1: it reads it in a way that has no formula.
+  int scaled(int arg, int64_t factor, int node);  // of an int64 register
+  // Computes what `function` reads of an inlined node's result; -1 if that access has no formula.
   int inlined(const IndexFunction& function, int node);
 
  private:

@@ -1,5 +1,5 @@
-// Matrix products. Leading dimensions become one wherever the strides of all operands allow, so that one axis cuts
-// batches and heads alike, and rows where all of them meet the same b.
+// Matrix products. Leading dimensions are merged wherever the strides of all operands allow it, so that one axis cuts
+// both batches and heads, and into rows where all of them use the same b.
 #include "compiler/fuse/fuse_single.hpp"
 
 #include <algorithm>
@@ -11,14 +11,14 @@ namespace ark::compiler {
 
 namespace {
 
-constexpr int64_t kFewRows = 16;    // products of so few rows are cut by columns: every weight is read once
-constexpr int64_t kManyRows = 256;  // of so many by rows
+constexpr int64_t kFewRows = 16;    // up to this many rows, products are cut by columns: every weight is read once
+constexpr int64_t kManyRows = 256;  // from this many on, by rows
 
 bool all_merge(const std::vector<Value*>& values, size_t outer, int64_t inner_size) {
   return std::all_of(values.begin(), values.end(), [&](Value* value) { return merges(*value, outer, inner_size); });
 }
 
-// Merges the leading dimensions of all values; what stays is in `lead`.
+// Merges the leading dimensions of all values. `lead` keeps the remaining ones.
 void merge_lead(const std::vector<Value*>& values, Shape& lead) {
   for (size_t i = lead.size(); i-- > 0;) {
     const bool single = lead[i] == 1;
@@ -36,7 +36,7 @@ void merge_lead(const std::vector<Value*>& values, Shape& lead) {
   }
 }
 
-// Where b is the same for all of the innermost batch, that batch is more rows of the others.
+// Folds the innermost batch dimension into the rows if b is the same for all of it.
 bool fold_rows(Value& b, const std::vector<Value*>& all, Shape& lead) {
   if (lead.empty() || b.strides[lead.size() - 1] != 0) return false;
   const size_t last = lead.size() - 1;

@@ -1,4 +1,4 @@
-// The loop nest of one row node.
+// The loop nest of one row node: what it iterates over, and the strides of its operands and result there.
 #include <cstddef>
 
 #include "compiler/fuse/fuse_space.hpp"

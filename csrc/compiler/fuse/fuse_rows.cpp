@@ -1,6 +1,6 @@
-// The items (registers) of a row program, node by node in program order, and what forbids a list of nodes to be one:
-// a value read by another function than it was written by, a store that another row might load, reductions over
-// different columns, a result that would be stored by more than one row, too much computed again.
+// Builds the items (registers) of a row program node by node, in program order, and rejects node lists that cannot be
+// one program: a value read by another index function than it was written with, a store that another row might load,
+// reductions over different columns, a result that several rows would store, too much recomputation.
 #include "compiler/fuse/fuse_rows.hpp"
 
 #include <algorithm>
@@ -60,7 +60,7 @@ class RowDrafter {
     return result;
   }
 
-  // Whether someone outside the stage sees it.
+  // Whether the result is used outside the stage.
   bool is_stored(int node) const {
     if (graph_.buffer_of(graph_.nodes()[node].outputs[0]).kind != Buffer::Kind::temporary) return true;
     for (int reader : dependencies_.readers[node]) {
@@ -69,7 +69,7 @@ class RowDrafter {
     return false;
   }
 
-  // An element of a concatenation: of the part that the index says.
+  // Selects an element of a concatenation from the part that the index falls in.
   int joined(const IndexFunction& function, const RowNode& member, size_t operand) {
     const auto parts = std::find_if(member.parts.begin(), member.parts.end(),
                                     [&](const auto& candidate) { return candidate.operand == operand; });
@@ -119,7 +119,7 @@ class RowDrafter {
     }
     const Value& out = graph_.values()[node.outputs[0]];
     const bool stored = is_stored(member.node);
-    // What only this stage sees is not rounded.
+    // A value that only this stage uses is not rounded.
     const ScalarType type = !stored && is_floating(out.type) ? ScalarType::f32 : out.type;
     int result = -1;
     if (node.op == "iota") {
@@ -148,7 +148,7 @@ class RowDrafter {
       if (member.map[d] >= 0 && member.reduced[d]) dims.push_back(member.map[d]);
       if (member.map[d] < 0 && member.shape[d] > 1) return -1;
     }
-    if (dims.empty()) {  // of one element each
+    if (dims.empty()) {  // reduces one element each
       if (node.op == "argmax") return items_.literal(0, ScalarType::i64);
       return items_.op("cast", {arg}, type, member.node);
     }
@@ -167,7 +167,7 @@ class RowDrafter {
     return items_.push(std::move(item));
   }
 
-  // What a store overwrites was loaded as the same element by the same row, or by nobody.
+  // The element that a store overwrites must have been loaded as that element by the same row, or not at all.
   bool store(const RowNode& member, int result) {
     const int value = node_of(member).outputs[0];
     RowDraft::Item item;

@@ -1,10 +1,9 @@
-// Several row nodes as one pass over one index space: tried node list by node list, and refused where it would not
-// compute what the nodes compute one after the other.
+// Fuses several row nodes into one pass over one index space. A node list is tried, and rejected if one pass would not
+// compute what the nodes compute in sequence.
 //
-// The space's dimensions are found by following values from node to node: a view of a result that is read in another
-// shape has the strides of the result, so that equal strides are the same dimension (permuted, unsqueezed, expanded
-// views all come out right, and nothing is assumed that is not checked: a value that is taken from a register is read
-// by exactly the function of the indices by which it was written).
+// Dimensions of the space are found by following values from node to node. If a result is read through a view of
+// another shape, equal strides mean the same dimension. That covers permuted, unsqueezed and expanded views. Nothing is
+// assumed unchecked: a value taken from a register must be read by exactly the index function that wrote it.
 #pragma once
 
 #include <optional>
@@ -17,7 +16,7 @@
 
 namespace ark::compiler {
 
-// Where the element of a value lies, as a function of the indices of the space.
+// The position of a value's element as a function of the space's indices.
 struct IndexFunction {
   int buffer = -1;
   ScalarType type = ScalarType::f32;
@@ -30,26 +29,26 @@ struct RowDraft {
   struct Item {
     RowProgram::Instruction::Kind kind = RowProgram::Instruction::Kind::op;
     std::string name;
-    std::vector<int> args;  // items; index: the dimension
+    std::vector<int> args;  // items; for an index: the dimension
     ScalarType type = ScalarType::f32;
     double literal = 0;
     IndexFunction function;    // load, store
-    std::vector<bool> varies;  // with which dimensions; store: which it covers
+    std::vector<bool> varies;  // the dimensions it varies with; store: the dimensions it covers
     int node = -1;
   };
   std::vector<int> nodes;
   Shape sizes;             // of the dimensions
   std::vector<int> order;  // of the dimensions, the columns last
-  int inner = 0;           // columns
+  int inner = 0;           // number of columns
   bool reduces = false;
-  bool in_place = false;  // stores where it loads
+  bool in_place = false;  // stores to elements that it loads
   std::vector<Item> items;
 };
 
-// `nodes`: in program order. Empty where they cannot be one stage.
+// `nodes`: in program order. Returns nullopt if they cannot be one stage.
 std::optional<RowDraft> draft_rows(const Graph& graph, const Dependencies& dependencies, const std::vector<int>& nodes);
 
-// The stage of a draft; may add values to the graph.
+// Makes the stage of a draft. May add values to the graph.
 Stage finish_rows(Graph& graph, const RowDraft& draft);
 
 }  // namespace ark::compiler

@@ -1,4 +1,5 @@
-// Stages of one node: attention, collectives.
+// Stages of one node: attention, collectives. Products and indexed operators have files of their own; see
+// fuse_single.hpp.
 #include "compiler/fuse/fuse_single.hpp"
 
 #include <algorithm>

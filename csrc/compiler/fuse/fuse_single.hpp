@@ -1,5 +1,5 @@
-// Stages of one node: products (in fuse_matrix.cpp, of coded weights in fuse_codes.cpp), those by index (in
-// fuse_indexed.cpp), attention, collectives.
+// Stages of one node: products (fuse_matrix.cpp; with quantized weights fuse_codes.cpp), indexed operators
+// (fuse_indexed.cpp), attention, collectives.
 #pragma once
 
 #include <vector>
@@ -13,9 +13,9 @@ namespace ark::compiler {
 Stage single_stage(Graph& graph, int node);
 Stage matmul_stage(Graph& graph, const Node& node);
 Stage dequant_matmul_stage(Graph& graph, const Node& node);
-// What a product touches, with coded weights or without, cut by columns or by rows.
+// The accesses of a product, quantized or not, cut by columns or by rows.
 std::vector<Access> product_accesses(const Graph& graph, const MatmulStage& product);
-// What reads as its indices say: gather, scatter, embedding_bag, experts; and rows that are sorted or summed along.
+// Stages of gather, scatter, embedding_bag and experts, and of sorts and running sums along rows.
 Stage indexed_stage(Graph& graph, const Node& node);
 
 }  // namespace ark::compiler

@@ -1,5 +1,6 @@
-// Starts from the largest loop nest and goes from member to member along the values that they hand to each other. A
-// dimension that no such value fixes goes to a free one of the same length, best where shared operands lie alike.
+// Starts at the largest loop nest and follows the values that members pass to each other. A dimension that no such
+// value determines is matched to a free one of the same length, preferably one where shared operands have equal
+// strides.
 #include "compiler/fuse/fuse_space.hpp"
 
 #include <algorithm>
@@ -41,9 +42,9 @@ class SpaceFinder {
     return graph_.values()[graph_.nodes()[space_.members[member].node].outputs[0]];
   }
 
-  // Which operand is which earlier member's result: the last one written before that it overlaps. Where several wrote
-  // parts of it, the dimension along which they lie is cut into parts in every loop nest of that length (what is not
-  // needed as two dimensions becomes one again when the stage is finished).
+  // Finds which earlier member's result each operand is: the last one written before it that it overlaps. If several
+  // members wrote parts of the operand, the dimension that separates the parts is cut in every loop nest of that
+  // length. Finishing the stage merges the cut dimensions again where possible.
   void link() {
     auto& members = space_.members;
     std::vector<Footprint> written;
@@ -74,7 +75,7 @@ class SpaceFinder {
     }
   }
 
-  // Whether the writers' results are equal parts of `value`, along one dimension, each written once.
+  // Whether the writers' results are equal parts of `value` along one dimension, each written once.
   bool find_parts(const Value& value, size_t operand, std::vector<int> writers, RowNode& reader) {
     const auto count = static_cast<int64_t>(writers.size());
     std::sort(writers.begin(), writers.end(), [&](int a, int b) { return out_of(a).offset < out_of(b).offset; });
@@ -123,7 +124,7 @@ class SpaceFinder {
     return -1;
   }
 
-  // Dimensions of `member` that `strides` tells apart, by those of a mapped one.
+  // Maps the dimensions of `member` that `strides` distinguishes to those of an already mapped node.
   static bool constrain(RowNode& member, const Shape& strides, const RowNode& other, const Shape& other_strides) {
     for (size_t d = 0; d < strides.size(); ++d) {
       if (member.shape[d] == 1 || strides[d] == 0) continue;

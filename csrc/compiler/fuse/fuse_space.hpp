@@ -1,4 +1,4 @@
-// The common index space of row nodes: which dimension of which node is which.
+// The common index space of row nodes: which dimension of one node corresponds to which dimension of another.
 #pragma once
 
 #include <cstddef>
@@ -13,16 +13,16 @@ namespace ark::compiler {
 // One node and its loop nest.
 struct RowNode {
   int node = -1;
-  Shape shape;                 // what it iterates over
+  Shape shape;                 // its iteration space
   std::vector<Shape> strides;  // of each operand over `shape` (0: broadcast); empty for literals
-  Shape out;                   // of its result; 0 where reduced
+  Shape out;                   // strides of its result; 0 where reduced
   std::vector<bool> reduced;   // by dimension
-  std::vector<int> writer;     // by operand: the member whose result it is, or
+  std::vector<int> writer;     // by operand: the member that computes it, or one of
   static constexpr int kLoad = -1, kLiteral = -2, kInlined = -3, kParts = -4;
-  std::vector<int> source;  // dimension -> the node's own (two for one that was cut into parts)
+  std::vector<int> source;  // dimension -> the node's own dimension (the same for both halves of a cut one)
   std::vector<int> map;     // dimension -> dimension of the space, or -1 (length 1)
 
-  // An operand (kParts) that several members wrote, each an equal part: a concatenation. Dimension `dim` counts parts.
+  // An operand (kParts) in which several members wrote an equal part each: a concatenation. `dim` counts the parts.
   struct Parts {
     size_t operand = 0;
     std::vector<int> writers;
@@ -32,7 +32,7 @@ struct RowNode {
 };
 
 RowNode loop_nest(const Graph& graph, const Dependencies& dependencies, int node);
-// Dimension d becomes two: `count` parts, and what is in one.
+// Cuts dimension d into two: `count` parts, and the index inside a part.
 void cut(RowNode& member, size_t d, int64_t count);
 
 struct RowSpace {
@@ -41,7 +41,7 @@ struct RowSpace {
   int start = 0;  // the member with the largest loop nest
 };
 
-// False where the nodes are not connected by values or their loops do not fit.
+// Returns false if values do not connect the nodes or their loops do not match.
 bool find_space(const Graph& graph, const Dependencies& dependencies, const std::vector<int>& nodes, RowSpace& space);
 
 }  // namespace ark::compiler

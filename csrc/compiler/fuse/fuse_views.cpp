@@ -1,4 +1,4 @@
-// Views. The searches are linear: a few thousand values, once a compilation.
+// Adds and merges views. Searches are linear: a graph has a few thousand values, and each compilation searches once.
 #include "compiler/fuse/fuse_views.hpp"
 
 #include <algorithm>

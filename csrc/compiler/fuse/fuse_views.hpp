@@ -1,4 +1,4 @@
-// Values that make_stages adds to a graph: views of its buffers, literals.
+// The values that make_stages adds to a graph: views of its buffers, and literals.
 #pragma once
 
 #include <cstdint>
@@ -9,22 +9,23 @@
 
 namespace ark::compiler {
 
-bool same_bits(double a, double b);  // 0.0 and -0.0 differ, NaN is itself
+bool same_bits(double a, double b);  // 0.0 and -0.0 differ; NaN equals itself
 
-// The index of a value equal to it, added where there is none.
+// Returns the index of an equal value, which is added if there is none.
 int view_value(Graph& graph, const Value& view);
 int literal_value(Graph& graph, double literal, ScalarType type);
 
-int64_t line_elements(const Value& value);  // in a cache line
+int64_t line_elements(const Value& value);  // elements per cache line
 double bytes_of(const Graph& graph, const std::vector<int>& values);
 
-// The value broadcast to `lead` dimensions before its own last `kept`: 1 long where it does not vary.
+// Broadcasts the value to `lead` dimensions before its own last `kept`, with length 1 where it does not vary.
 Value with_lead(Value value, const Shape& lead, size_t kept);
-// Whether dimension `outer` and the next, of length `inner_size`, are one dimension; makes them one.
+// merges() says whether dimension `outer` and the next one, of length `inner_size`, form one dimension; merge() merges
+// them.
 bool merges(const Value& value, size_t outer, int64_t inner_size);
 void merge(Value& value, size_t outer);
 
-// Where these nodes come from, each origin once, the first three of them.
+// The first three distinct origins of these nodes.
 std::string origins(const Graph& graph, const std::vector<int>& nodes);
 
 }  // namespace ark::compiler

@@ -1,4 +1,5 @@
-// See box.hpp.
+// Overlap, coverage and traversal of strided boxes. The overlap test descends one dimension at a time and has a step
+// limit; see box.hpp for what it guarantees.
 #include "compiler/graph/box.hpp"
 
 #include <algorithm>
@@ -28,7 +29,7 @@ struct SubBox {
   int64_t offset, width;
 };
 
-// `steps` bounds the work; when it runs out the answer is yes.
+// `steps` bounds the work. Returns true when it runs out.
 bool sub_boxes_overlap(const SubBox& a, const SubBox& b, int& steps) {
   if (a.offset >= b.offset + span(b.dimensions, b.depth, b.width)) return false;
   if (b.offset >= a.offset + span(a.dimensions, a.depth, a.width)) return false;
@@ -37,7 +38,7 @@ bool sub_boxes_overlap(const SubBox& a, const SubBox& b, int& steps) {
   const int64_t stride_a = a.depth > 0 ? a.dimensions[0].stride : 0;
   const int64_t stride_b = b.depth > 0 ? b.dimensions[0].stride : 0;
   if (stride_a == stride_b) {
-    // Row i of a against row j of b: only i - j matters, and only where the rows' spans meet.
+    // Compare row i of a with row j of b. Only i - j matters, and only values of it for which the rows' spans meet.
     const SubBox row_a{a.dimensions + 1, a.depth - 1, a.offset, a.width};
     const SubBox row_b{b.dimensions + 1, b.depth - 1, b.offset, b.width};
     const int64_t span_a = span(row_a.dimensions, row_a.depth, row_a.width);
@@ -52,7 +53,7 @@ bool sub_boxes_overlap(const SubBox& a, const SubBox& b, int& steps) {
     }
     return false;
   }
-  // Each row of the coarser that meets the other's span.
+  // Test each row of the coarser box that meets the other box's span.
   const SubBox& coarse = stride_a > stride_b ? a : b;
   const SubBox& other = stride_a > stride_b ? b : a;
   const Dimension& rows = coarse.dimensions[0];
@@ -81,14 +82,14 @@ Box box_of_slice(const Value& value, int axis, int64_t low, int64_t high) {
       count = high - low;
     }
     if (count <= 0) return Box{box.offset, 0, 0, true, {}};
-    if (stride < 0) {  // flipped: the last index is the first in memory
+    if (stride < 0) {  // flipped: the last index comes first in memory
       box.offset += stride * (count - 1);
       stride = -stride;
     }
     if (count > 1 && stride > 0) found.push_back({stride, count});
   }
   std::sort(found.begin(), found.end(), [](const Dimension& a, const Dimension& b) { return a.stride < b.stride; });
-  std::vector<Dimension> merged;  // by rising stride
+  std::vector<Dimension> merged;  // by increasing stride
   for (const Dimension& dimension : found) {
     if (merged.empty() && dimension.stride <= box.width) {
       box.width += dimension.stride * (dimension.count - 1);
@@ -134,7 +135,7 @@ Box box_of(const Graph& graph, const Stage& stage, const Access& access, int64_t
   if (begin >= end) return Box{value.offset * size_of(value.type), 0, 0, true, {}};
   if (access.axis < 0 || stage.extent <= 0) return box_of(value);
   const int64_t length = value.shape[access.axis];
-  // Rounded outwards where a tile's ends fall between two indices.
+  // Round outwards if a tile boundary falls between two indices.
   return box_of_slice(value, access.axis, begin * length / stage.extent, ceil_divide(end * length, stage.extent));
 }
 

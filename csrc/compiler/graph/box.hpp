@@ -1,8 +1,8 @@
-// Which bytes of a buffer a tile touches: a strided box, {offset, dimensions (stride, count), width of a run}.
+// The bytes of a buffer that a tile touches, as a strided box: {offset, dimensions (stride, count), width of a run}.
 //
-// Overlap is exact for boxes of any strides as long as that takes few steps, and says yes where it would take more:
-// yes costs an event that was not needed, a wrong no would cost the result. Dimensions that fit together are merged, so
-// that what is contiguous is one run whatever its shape.
+// Overlap is exact for any strides while it takes few steps, and otherwise answers true. A false positive costs an
+// unneeded event; a false negative would corrupt the result. Dimensions that are contiguous are merged, so contiguous
+// memory is one run whatever its shape.
 #pragma once
 
 #include <array>
@@ -21,28 +21,28 @@ struct Box {
     int64_t count = 0;
     bool operator==(const Dimension&) const = default;
   };
-  int64_t offset = 0;  // bytes from the buffer's first
-  int64_t width = 0;   // bytes of a run; 0: touches nothing
+  int64_t offset = 0;  // bytes from the start of the buffer
+  int64_t width = 0;   // bytes in a run; 0: touches nothing
   int depth = 0;
-  bool exact = true;                         // false: more than it touches (too many dimensions)
-  std::array<Dimension, most> dimensions{};  // by falling stride
+  bool exact = true;                         // false: covers more than is touched (too many dimensions)
+  std::array<Dimension, most> dimensions{};  // by decreasing stride
 
   bool empty() const { return width == 0; }
   bool contiguous() const { return depth == 0; }
   int64_t end() const;    // one past the last byte
-  int64_t bytes() const;  // touched, where runs do not overlap
+  int64_t bytes() const;  // bytes touched, if runs do not overlap
   bool operator==(const Box& other) const;
 };
 
-// What a tile [begin, end) of `stage` touches through `access`.
+// The bytes that tile [begin, end) of `stage` touches through `access`.
 Box box_of(const Graph& graph, const Stage& stage, const Access& access, int64_t begin, int64_t end);
-// All of a value.
+// The bytes of the whole value.
 Box box_of(const Value& value);
 
 bool overlap(const Box& a, const Box& b);
-// Whether every byte of `inner` is one of `outer`; may say no where it is so.
+// Whether `outer` contains every byte of `inner`. May return false although it does.
 bool covers(const Box& outer, const Box& inner);
-// Calls visit(offset, rows, stride) for pieces of `rows` runs of box.width bytes, in order of address.
+// Calls visit(offset, rows, stride) for groups of `rows` runs of box.width bytes, in address order.
 void each_piece(const Box& box, const std::function<void(int64_t offset, int64_t rows, int64_t stride)>& visit);
 
 }  // namespace ark::compiler

@@ -1,6 +1,6 @@
-// Exact where it is cheap, otherwise on the safe side: intervals first, then residues modulo each stride. Two slices
-// of one tensor along any dimension, the parts of a split or a cat, even and odd elements: all are told apart by the
-// residues of their addresses modulo the stride of the dimension outside the cut.
+// The overlap test is exact if that is cheap, and conservative otherwise. It compares intervals first, then residues
+// modulo each stride. The residues modulo the stride just outside the cut separate slices of one tensor along any
+// dimension, the parts of a split or cat, and even from odd elements.
 #include "compiler/graph/footprint.hpp"
 
 #include <algorithm>
@@ -66,7 +66,7 @@ std::vector<std::pair<int64_t, int64_t>> runs(const Footprint& footprint) {
 
 namespace {
 
-// The bytes of `a` modulo `modulus` lie in [low, high): where that is an interval that does not wrap around.
+// Computes [low, high), the bytes of `a` modulo `modulus`. Returns false if that interval wraps around.
 bool residues(const Footprint& a, int64_t modulus, int64_t& low, int64_t& high) {
   int64_t span = a.run;
   for (const auto& dimension : a.dimensions) {

@@ -1,5 +1,5 @@
-// Building a graph: every buffer, value and node is checked as it is added (its operator's own rules are in
-// graph_check.cpp), so that a wrong one is named where it is made.
+// Builds a graph. Buffers, values and nodes are checked as they are added, so that an error names what caused it. The
+// rules of each operator are in graph_check.cpp.
 #include "compiler/graph/graph.hpp"
 
 #include <algorithm>

@@ -1,9 +1,9 @@
-// The typed graph that the front end fills in and the planner reads: values are strided views of buffers, nodes are
-// operators of ATen's level that have no views left.
+// The typed graph that the front end builds and the planner reads. Values are strided views of buffers; nodes are
+// ATen-level operators without views.
 //
-// A view costs nothing: every permute, slice, expand, split is a Value on the same buffer with strides of its own, as
-// PyTorch's metadata gives them. What writes in place (a KV cache) has an output Value on the buffer that it mutates.
-// Nodes are kept in program order, which is always a valid order of execution.
+// Views cost nothing: each permute, slice, expand or split is a Value on the same buffer with its own strides, taken
+// from PyTorch's metadata. An in-place write (a KV cache) has an output Value on the buffer it mutates. Nodes are kept
+// in program order, which is always a valid execution order.
 #pragma once
 
 #include <cstdint>
@@ -20,26 +20,26 @@ using Shape = std::vector<int64_t>;
 
 struct Buffer {
   enum class Kind : uint8_t {
-    input,      // an argument of the call; parameters too
+    input,      // an argument of the call, including parameters
     output,     // allocated by the caller for each call
-    temporary,  // inside the plan's arena
+    temporary,  // in the plan's arena
   };
   Kind kind = Kind::temporary;
-  int argument = -1;  // position among the call's inputs, or among its outputs
+  int argument = -1;  // position among the call's inputs or outputs
   int64_t bytes = 0;  // extent from the first byte that any of its Values may touch
   bool mutated = false;
-  bool parameter = false;  // an input that stays what it is between calls (weights): may be loaded ahead of any wait
+  bool parameter = false;  // an input that never changes between calls (weights): may be loaded before any wait
 };
 
-// What a call's argument or an intermediate result looks like: element (i, j, ...) lies at
-// buffer + (offset + i*strides[0] + j*strides[1] + ...) * size_of(type). A literal has no buffer and shape [].
+// The layout of an argument or intermediate result: element (i, j, ...) is at buffer + (offset + i*strides[0] +
+// j*strides[1] + ...) * size_of(type). A literal has no buffer and shape [].
 struct Value {
   int buffer = -1;
   ScalarType type = ScalarType::f32;
   Shape shape;
   Shape strides;       // in elements; 0 where expanded
   int64_t offset = 0;  // in elements
-  double literal = 0;  // of type: i64 literals are exact up to 2^53
+  double literal = 0;  // of type `type`; i64 literals are exact up to 2^53
 
   bool is_literal() const { return buffer < 0; }
   int64_t elements() const;
@@ -48,58 +48,58 @@ struct Value {
 using Attribute = std::variant<bool, int64_t, double, std::string, std::vector<int64_t>>;
 using Attributes = std::map<std::string, Attribute>;
 
-// Operators. Inputs broadcast as in PyTorch; compute is float32 for floating types, int64 for integers, and the result
+// Operators. Inputs broadcast as in PyTorch. Floating types are computed in float32 and integers in int64; the result
 // is rounded to the output's type.
 //
-//   name         inputs                     outputs   attributes
-//   <pointwise>  1 to 3                     1         names in pointwise_ops(): add, mul, where, exp, cast, ...
-//   iota         -                          1         start, step (int)
-//   sum mean amax amin argmax any           1 -> 1    dims (ints), keepdim (bool); argmax: the first of equals
-//   matmul       a [*, M, K], b [*, K, N], bias (optional, broadcasts to [*, M, N])    1
-//   dequant_matmul  a [M, K], codes [K, N], scale, zero (optional, [K / group, N]), bias (optional)    1 -> [M, N]
-//                                                     a product with coded weights: code - offset, times scale. bits
-//                                                     (int): 8, codes of int8 or float8_e4m3fn, or 4, two in each of
-//                                                     [K / 2, N] int8 or uint8, of adjacent depths;
-//                                                     signed (bool), high_first (bool: of two, the first in the high
-//                                                     bits), both of 4 bits;
-//                                                     offset (int); scaled (bool), zero ("": none; "before": minus
-//                                                     the code, then times scale; "after": plus what is scaled),
-//                                                     biased (bool): which inputs there are. block (int): where
-//                                                     it is not 0, codes of 4 bits are [N / block, K, block / 2],
-//                                                     dense, byte j of a depth having columns j and j + block / 2
-//   attention    q [B, H, T, D], k, v [B, Hkv, S, D], mask (optional, bool or additive, broadcasts to [B, H, T, S])
-//                                           1         scale (float), causal (bool: key <= query position)
-//   gather       table, index               1         dim: out[.., index.., ..] = table[.., index.., ..] along dim;
-//                                                     several indices, of one shape: along dim and those that follow;
-//                                                     along (bool): index has out's shape, and
-//                                                     out[.., i, ..] = table[.., index[.., i, ..], ..]
-//   scatter      base, index [n], source    1         dim: base[.., index[i], ..] = source[.., i, ..] in place; the
-//                                                     output lies on base's buffer; accumulate (bool): +=;
-//                                                     along (bool): index has source's shape
-//                both: wrap (bool: negative indices count from the end); called (text: the user's name for it)
-//   topk         a                          1 -> i64  dim, largest (bool), stable (bool): where the greatest (least) of
-//                                                     each row are, in order, NaN greatest; as many as the result is
-//                                                     long along dim; stable: of equals the first comes first
-//   cumsum cumprod                1 -> 1              dim; accumulated in float64 or int64
-//   embedding_bag  table [V, D], index [n], offsets [b], weights [n] (optional)        1 -> [bags, D]
-//                                                     mode ("sum", "mean", "max"), padding_idx (int; -1: none),
-//                                                     include_last_offset (bool); what is empty gives zeros
-//   experts      a [*, K], table [E, K, N], index     1 -> [*, N]  out[p] = a[p] table[index[p]]; runs (bool): index
-//                                                     [E] says where each matrix's rows of a [P, K] end; rows behind
-//                                                     the last give zeros
-//   check        condition (bool [])        1         message; repeats the condition; false ends the step with an error
-//   all_reduce, all_gather, reduce_scatter, all_to_all
-//                1 -> 1, dense              group (int: index among the region's groups); reduce_op ("sum", "avg",
-//                ...);
-//                                           ranks (int: of the group; GPUs need it);
-//                                           input_splits, output_splits (ints; all_to_all; empty: even)
-//   stop         one element                -         where steps are multi-step: no step follows where it is not zero
+//    name         inputs                     outputs   attributes
+//    <pointwise>  1 to 3                     1         names in pointwise_ops(): add, mul, where, exp, cast, ...
+//    iota         -                          1         start, step (int)
+//    sum mean amax amin argmax any           1 -> 1    dims (ints), keepdim (bool); argmax: first of equal maxima
+//    matmul       a [*, M, K], b [*, K, N], bias (optional, broadcasts to [*, M, N])    1
+//    dequant_matmul  a [M, K], codes [K, N], scale, zero (optional, [K / group, N]), bias (optional)    1 -> [M, N]
+//                                                      product with quantized weights: (code - offset) * scale.
+//                                                      bits (int): 8, int8 or float8_e4m3fn codes; or 4, two codes of
+//                                                      adjacent depths in each byte of [K / 2, N] int8 or uint8;
+//                                                      signed (bool), high_first (bool: the first of two codes is in
+//                                                      the high bits), both for 4 bits only;
+//                                                      offset (int); scaled (bool: there is a scale); zero ("": none;
+//                                                      "before": subtracted before scaling; "after": added after
+//                                                      scaling); biased (bool: there is a bias). block (int): if not
+//                                                      0, 4-bit codes are [N / block, K, block / 2], dense, and byte j
+//                                                      of a depth holds columns j and j + block / 2
+//    attention    q [B, H, T, D], k, v [B, Hkv, S, D], mask (optional, bool or additive, broadcasts to [B, H, T, S])
+//                                            1         scale (float), causal (bool: key <= query position)
+//    gather       table, index               1         dim: out[.., index.., ..] = table[.., index.., ..] along dim;
+//                                                      several indices of one shape apply to dim and those after it;
+//                                                      along (bool): index has out's shape, and
+//                                                      out[.., i, ..] = table[.., index[.., i, ..], ..]
+//    scatter      base, index [n], source    1         dim: base[.., index[i], ..] = source[.., i, ..] in place; the
+//                                                      output is on base's buffer; accumulate (bool): +=;
+//                                                      along (bool): index has source's shape
+//                 both: wrap (bool: negative indices count from the end); called (text: the user's name for it)
+//    topk         a                          1 -> i64  dim, largest (bool), stable (bool): indices of the largest
+//                                                      (smallest) elements of each row, in order, NaN largest; as many
+//                                                      as the result's length along dim; stable: ties in index order
+//    cumsum cumprod                1 -> 1              dim; accumulated in float64 or int64
+//    embedding_bag  table [V, D], index [n], offsets [b], weights [n] (optional)        1 -> [bags, D]
+//                                                      mode ("sum", "mean", "max"), padding_idx (int; -1: none),
+//                                                      include_last_offset (bool); an empty bag gives zeros
+//    experts      a [*, K], table [E, K, N], index     1 -> [*, N]  out[p] = a[p] table[index[p]]; runs (bool): index
+//                                                      [E] holds the end of each matrix's rows in a [P, K]; rows after
+//                                                      the last end give zeros
+//    check        condition (bool [])        1         message; copies the condition; false fails the step
+//    all_reduce, all_gather, reduce_scatter, all_to_all
+//                 1 -> 1, dense              group (int: index among the region's groups); reduce_op ("sum", "avg",
+//                 ...);
+//                                            ranks (int: of the group; GPUs need it);
+//                                            input_splits, output_splits (ints; all_to_all; empty: even)
+//    stop         one element                -         in multi-step plans: no step follows once it is not zero
 struct Node {
   std::string op;
   std::vector<int> inputs;
   std::vector<int> outputs;
   Attributes attributes;
-  std::string origin;  // for people: "layers.0.attn.wq (model.py:31)"
+  std::string origin;  // for messages: "layers.0.attn.wq (model.py:31)"
 
   int64_t integer(const std::string& name, int64_t otherwise = 0) const;
   double real(const std::string& name, double otherwise = 0) const;
@@ -110,11 +110,11 @@ struct Node {
 
 class Graph {
  public:
-  // Each returns an index. Checked: what is wrong throws Error(invalid_argument) naming the node's origin.
+  // Each returns an index, and throws Error(invalid_argument) naming the node's origin if the argument is invalid.
   int add_buffer(const Buffer& buffer);
   int add_value(const Value& value);
   int add_node(const Node& node);
-  void check() const;  // shapes, strides within buffers, types, every value written before it is read
+  void check() const;  // shapes, strides within buffers, types; every value is written before it is read
 
   const std::vector<Buffer>& buffers() const { return buffers_; }
   const std::vector<Value>& values() const { return values_; }
@@ -131,11 +131,11 @@ class Graph {
   int outputs_ = 0;
 };
 
-// Pointwise operators and how many operands each takes; nullptr where there is no such operator.
+// Pointwise operators and their number of operands; nullptr for an unknown name.
 struct PointwiseOp {
   const char* name;
   int operands;
-  bool boolean;  // the result is bool whatever the operands are (comparisons, logical operators)
+  bool boolean;  // the result is bool whatever the operands (comparisons, logical operators)
 };
 const PointwiseOp* find_pointwise(const std::string& name);
 const std::vector<PointwiseOp>& pointwise_ops();

@@ -1,4 +1,5 @@
-// How shapes broadcast, what reductions reduce, and how errors of a graph read.
+// Shape rules that several operators share (broadcasting, reduced dimensions), and the format of a graph's error
+// messages.
 #include "compiler/graph/graph_check.hpp"
 
 #include <algorithm>

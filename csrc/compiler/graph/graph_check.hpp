@@ -1,4 +1,5 @@
-// What makes a node or a graph wrong (used by Graph alone; fail_node by whoever reads nodes).
+// Validity checks of nodes and graphs. Graph alone calls the checks; fail_node and the shape rules serve everyone who
+// reads nodes.
 #pragma once
 
 #include <string>
@@ -10,22 +11,22 @@ namespace ark::compiler {
 // Throws Error(invalid_argument): "plan: mul of layers.0.mlp (model.py:31): ...".
 [[noreturn]] void fail_node(const Node& node, const std::string& what);
 
-// Operands and results of the node's operator: how many, types, shapes, attributes; what it writes may be written.
+// Checks the node's operands and results: number, types, shapes, attributes, and that its output may be written.
 void check_node(const Graph& graph, const Node& node);
 
-// Every byte of a temporary that a node reads was written by a node before it.
+// Checks that every byte of a temporary that a node reads was written by an earlier node.
 void check_written_before_read(const Graph& graph);
 
 std::string to_string(const Shape& shape);  // "[2, 3]"
 
-// The shape that operands of these shapes broadcast to; throws where they do not (fail_node).
+// The shape to which two operand shapes broadcast; throws (fail_node) if they do not.
 Shape broadcast(const Node& node, const Shape& a, const Shape& b);
-// Whether `from` broadcasts to `to` as it is.
+// Whether `from` broadcasts to exactly `to`.
 bool broadcasts_to(const Shape& from, const Shape& to);
 
 bool is_reduction(const std::string& op);
 bool is_collective(const std::string& op);
-// The dimensions of its operand that a reduction reduces, rising; all where its attribute names none.
+// The dimensions that a reduction reduces, in increasing order; all of them if its attribute names none.
 std::vector<int> reduced_dims(const Node& node, int rank);
 
 }  // namespace ark::compiler

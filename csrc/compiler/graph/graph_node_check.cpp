@@ -1,4 +1,5 @@
-// The rules of each operator: how many operands, of which types and shapes, and that what it writes may be written.
+// The rules of each operator: the number, types and shapes of its operands, and that its output may be written. Each
+// failure names the node's origin.
 #include <algorithm>
 #include <string>
 #include <vector>
@@ -10,7 +11,7 @@ namespace ark::compiler {
 
 namespace {
 
-// The operands of one node, with what its rules ask.
+// The operands of one node and the questions that the rules ask about them.
 class NodeChecker {
  public:
   NodeChecker(const Graph& graph, const Node& node) : graph_(graph), node_(node) {}
@@ -174,7 +175,8 @@ class NodeChecker {
     if (!is_code(codes.type) || codes.type == (four ? ScalarType::e4m3 : ScalarType::u8))
       fail(std::string("takes no codes of ") + name_of(codes.type));
     const int64_t offset = node_.integer("offset") + (node_.flag("signed") ? 8 : 0);
-    const int64_t most = codes.type == ScalarType::e4m3 ? 0 : 128;  // that leaves numbers exact in half types
+    const int64_t most = codes.type == ScalarType::e4m3 ? 0 : 128;  // the largest offset that keeps numbers exact in
+                                                                    // half types
     if (offset < (four ? 0 : -most) || offset > most) fail("subtracts " + std::to_string(offset) + " from its codes");
     if (!zero.empty() && zero != "before" && zero != "after") fail("has no zeros '" + zero + "'");
     const int64_t k = a.shape[1], n = block != 0 ? out().shape.at(1) : codes.shape[1];
@@ -351,7 +353,7 @@ class NodeChecker {
     expect_type(out(), in(0).type, "the result");
   }
 
-  // What it writes is none of what it still has to read: for pointwise operators, but the element itself.
+  // The output must not overlap an operand still to be read; a pointwise operator may overwrite the element it reads.
   void check_in_place() const {
     if (node_.outputs.empty()) return;
     for (size_t i = node_.op == "scatter" ? 1 : 0; i < node_.inputs.size(); ++i) {

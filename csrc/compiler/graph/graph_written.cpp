@@ -1,5 +1,5 @@
-// Nothing is read before it is written: the bytes of every buffer that nodes have written so far, as intervals, in
-// program order.
+// Checks that nothing is read before it is written, by tracking in program order the intervals of each buffer that
+// nodes have written so far.
 #include <algorithm>
 #include <cstdint>
 #include <map>
@@ -13,7 +13,7 @@ namespace ark::compiler {
 
 namespace {
 
-constexpr int64_t kMostPieces = 1 << 16;  // of a value that is followed piece by piece
+constexpr int64_t kMostPieces = 1 << 16;  // of a value that is tracked run by run
 
 // Bytes written so far, as disjoint intervals.
 class WrittenBytes {
@@ -48,7 +48,7 @@ void check_written_before_read(const Graph& graph) {
       bool covered = true;
       if (bytes.pieces() <= kMostPieces) {
         for (const auto& [begin, end] : runs(bytes)) covered = covered && written[value.buffer].covers(begin, end);
-      } else {  // only the ends: a scattered value of many pieces costs more to follow than it is worth
+      } else {  // check only the ends: tracking many scattered runs costs more than it is worth
         covered = written[value.buffer].covers(bytes.first, bytes.first + bytes.run) &&
                   written[value.buffer].covers(bytes.end() - bytes.run, bytes.end());
       }

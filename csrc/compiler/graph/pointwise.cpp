@@ -1,8 +1,7 @@
-// The table of pointwise operators. What each computes is PyTorch's definition of the function of the same name; an
-// operation is done in float32 where its result or an operand (but for the condition of `where`) is floating, else in
-// int64, and rounded to the type of the result. floor_divide and remainder round towards minus infinity (remainder has
-// the sign of the divisor), `round` rounds halves to even, maximum and minimum pass NaN on, cast from floating to
-// integer truncates, cast to bool is != 0.
+// The table of pointwise operators. Each computes PyTorch's function of the same name. It computes in float32 if the
+// result or an operand (other than the condition of `where`) is floating, else in int64, and rounds to the result's
+// type. floor_divide and remainder round towards minus infinity (remainder has the divisor's sign), `round` rounds
+// halves to even, maximum and minimum propagate NaN, a cast from floating to integer truncates, a cast to bool is != 0.
 #include <string>
 #include <unordered_map>
 #include <vector>

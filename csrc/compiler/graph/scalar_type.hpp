@@ -1,4 +1,5 @@
-// The types that a loop kernel computes with, and those that products read their coded weights as. Others fall back.
+// The types that a loop kernel computes with, and the types of quantized weights that products read. Operators on any
+// other type fall back to Inductor.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +7,7 @@
 
 namespace ark::compiler {
 
-// i8, u8 and e4m3 are codes: products read them (Codes in stage.hpp), and nothing else does.
+// i8, u8 and e4m3 are codes of quantized weights (Codes in stage.hpp). Only products read them.
 enum class ScalarType : uint8_t { f32, bf16, f16, i64, i32, boolean, i8, u8, e4m3 };
 
 constexpr int size_of(ScalarType type) {

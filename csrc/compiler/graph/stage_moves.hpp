@@ -1,4 +1,4 @@
-// Whether stages may change places.
+// Whether stages may be reordered. Passes ask before they move a stage to join it with another one.
 #pragma once
 
 #include <vector>
@@ -8,12 +8,12 @@
 
 namespace ark::compiler {
 
-// Both touch a byte, and one of them writes it.
+// Whether both touch a byte that at least one of them writes.
 bool conflict(const Graph& graph, const Stage& a, const Stage& b);
-// No stage of [first, last) conflicts with it.
+// Whether no stage of [first, last) conflicts with `stage`.
 bool apart_from(const Graph& graph, const Stage& stage, const std::vector<Stage>& stages, size_t first, size_t last);
 
-// What tasks of both do, for people: "matmul, matmul, swiglu", and where that comes from.
+// Joins the names and origins of two stages that share tasks, for reports: "matmul, matmul, swiglu".
 void join_names(Stage& to, const Stage& from);
 
 }  // namespace ark::compiler

@@ -1,4 +1,4 @@
-// By the operators that a program has: names are for timelines and drawings, nothing depends on them.
+// Names row programs after the operators they contain. Names are for timelines and drawings; nothing depends on them.
 #include "compiler/graph/stage_names.hpp"
 
 #include <map>

@@ -1,4 +1,4 @@
-// What people call a row program.
+// The display name of a row program.
 #pragma once
 
 #include <string>

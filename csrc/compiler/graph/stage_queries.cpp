@@ -7,7 +7,7 @@ namespace ark::compiler {
 
 namespace {
 
-constexpr int64_t kRowsInWarps = 16;  // query rows of a head up to which warps share out positions
+constexpr int64_t kRowsInWarps = 16;  // at most this many query rows per head: warps split the positions
 
 }  // namespace
 
@@ -16,7 +16,7 @@ const AttentionStage* attention_of(const Stage& stage) {
 }
 
 int few_rows_of(const Stage& stage) {
-  constexpr int64_t kMostRows = 4;  // kFewRows of cuda/loop/matmul.cuh for halves
+  constexpr int64_t kMostRows = 4;  // kFewRows of cuda/loop/matmul.cuh for half types
   if (const auto* several = std::get_if<ProductsStage>(&stage.body))
     return several->products.at(0).m <= kMostRows ? several->products[0].a : -1;
   const auto* one = std::get_if<MatmulStage>(&stage.body);

@@ -1,4 +1,5 @@
-// What the scheduler, the passes and the emitters ask of a stage.
+// Questions about a stage that the scheduler, the passes and the emitters share. Their answers mirror how the kernels
+// in ark_torch/kernels/cuda/loop choose among their variants.
 #pragma once
 
 #include <cstdint>
@@ -8,26 +9,26 @@
 
 namespace ark::compiler {
 
-// Products of so many rows compute every column by itself on a GPU (cuda/loop/matmul.cuh).
+// Up to this many rows, a GPU's product computes each column on its own (cuda/loop/matmul.cuh).
 inline constexpr int64_t kMatvecRows = 16;
 
-// The stage's attention, where it is one or ends with one; else nullptr.
+// The attention that the stage is, or ends with; else nullptr.
 const AttentionStage* attention_of(const Stage& stage);
 
-// The rows' value where kernels for a product's few rows read it and write the result element by element, from and to
-// anywhere; -1: the stage is none of these.
+// The value of the rows, if the stage's kernel handles a product's few rows and accesses rows and result element by
+// element, at any address; else -1.
 int few_rows_of(const Stage& stage);
 
 // Whether a GPU computes the product in tiles of several rows.
 bool multiplied_in_tiles(const MatmulStage& product);
 
-// Whether the query rows that share a head of keys are so few that a GPU's warps share out positions.
+// Whether so few query rows share a KV head that a GPU's warps split the positions.
 bool takes_few_rows(const Graph& graph, const AttentionStage& attention);
 
-// Whether the stage is a collective that the loop kernel itself carries out.
+// Whether the stage is a collective that the loop kernel itself executes.
 bool is_spread(const Stage& stage);
 
-// By buffer: the all_reduce whose packets lie there.
+// The fused all_reduce whose packets are in each buffer, indexed by buffer.
 std::vector<Push> pushed_buffers(const Graph& graph, const std::vector<Stage>& stages);
 
 }  // namespace ark::compiler

@@ -1,4 +1,4 @@
-// See dump_passes.hpp.
+// Writes the plan as text after each pass, once the stages have been checked. See dump_passes.hpp.
 #include "compiler/inspect/dump_passes.hpp"
 
 #include <algorithm>
@@ -54,7 +54,7 @@ void write_schedule(std::ostream& out, const Plan& plan) {
       << plan.estimated_us << " us\n";
 }
 
-// Of a region's name only what a file's name can have.
+// Replaces characters that a file name cannot have.
 std::string in_file_name(std::string text) {
   std::replace_if(
       text.begin(), text.end(), [](unsigned char c) { return std::isalnum(c) == 0 && c != '-'; }, '_');

@@ -1,4 +1,4 @@
-// What each pass of the compiler leaves, as text files: for whoever works on a pass (ARK_DUMP_PASSES).
+// Text files with the state after each pass of the compiler, for debugging passes. ARK_DUMP_PASSES names the folder.
 #pragma once
 
 #include <string>
@@ -7,10 +7,9 @@
 
 namespace ark::compiler {
 
-// An observer that checks the stages after each pass and writes `folder`/`name`.NN_pass.txt: stages with what they
-// touch, and from the schedule on how many tasks, events and bytes there are. The folder is made where it is missing.
-// Throws Error(invalid_argument) that names the pass which left stages that are wrong, Error(system) for a file that
-// cannot be written.
+// An observer that checks the stages after each pass and writes `folder`/`name`.NN_pass.txt: stages with their
+// accesses, and from the schedule on the numbers of tasks, events and bytes. Creates the folder if missing. Throws
+// Error(invalid_argument) naming the pass that left invalid stages, Error(system) if a file cannot be written.
 PassObserver pass_dumper(std::string folder, std::string name);
 
 }  // namespace ark::compiler

@@ -1,9 +1,9 @@
-// A plan as JSON, for people and tools: what it is made for, its stages, tasks, events, queues, the loaders' lists,
-// where buffers lie. Loads are summed up by task and value: pages of one value follow one another.
+// A plan as JSON, for people and tools: target, stages, tasks, events, queues, prefetches and the placement of buffers.
+// Loads are summed per task and value, since pages of one value are consecutive.
 //
-// Its frame is for people who ask whether it fits a GPU: what the loaders fetch ahead of any wait, in which order and
-// how much of it at once; what crosses workers as packets and what by counters; how many phases a step has; which
-// buffers belong to one phase alone and which take turns by parity.
+// The "frame" tells whether the plan fits a GPU: what is prefetched ahead of any wait, in which order and how much at
+// once; what crosses workers as packets and what by counters; how many phases a step has; which buffers belong to one
+// phase and which alternate between steps.
 #include <algorithm>
 #include <string>
 #include <vector>
@@ -115,7 +115,7 @@ void write_tasks(JsonWriter& json, const Plan& plan) {
     write_list(json, "signals", task.signals);
     json.key("begin_us").real(starts[index]).key("cost_us").real(task.cost_us).close('}');
   }
-  // Whoever waits for an event waits for what this says.
+  // The stage that signals each event, for the descriptions of waits.
   std::vector<const Stage*> signalling(plan.events.size(), nullptr);
   for (const Task& task : plan.tasks) {
     for (const int event : task.signals) signalling[event] = &plan.stages[task.stage];
@@ -156,11 +156,11 @@ void write_queues(JsonWriter& json, const Plan& plan) {
   json.close(']');
 }
 
-// A phase of a stage: one more than the largest of those that its tasks wait for.
+// The number of phases. A stage's phase is one more than the latest phase that its tasks wait for.
 int phases(const Plan& plan) {
   std::vector<int> phase_of_event(plan.events.size(), 0), phase_of_stage(plan.stages.size(), 0);
   int most = 0;
-  for (const Task& task : plan.tasks) {  // in an order that is valid to execute
+  for (const Task& task : plan.tasks) {  // in a valid execution order
     int& mine = phase_of_stage[static_cast<size_t>(task.stage)];
     for (const int event : task.waits) mine = std::max(mine, phase_of_event[static_cast<size_t>(event)] + 1);
     for (const int event : task.signals) {
@@ -235,9 +235,9 @@ void write_frame(JsonWriter& json, const Plan& plan) {
   json.field("counters", static_cast<int64_t>(plan.events.size()) - packets).close('}');
   json.key("waits").open('{').field("packets", waits_for_packets).field("counters", waits - waits_for_packets);
   json.close('}').key("temporaries").open('{');
-  write_share(json, "packets", by_packets);  // bytes as packets; shared with nobody
+  write_share(json, "packets", by_packets);  // bytes as packets, not shared
   write_share(json, "arena", of_one_phase);  // placed by lifetime
-  write_share(json, "own", of_each_worker);  // of every worker
+  write_share(json, "own", of_each_worker);  // per worker
   json.close('}').close('}');
 }
 

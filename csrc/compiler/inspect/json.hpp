@@ -1,4 +1,4 @@
-// A plan for people and tools.
+// A plan for people and tools: as JSON, and as a drawing of its estimated schedule.
 #pragma once
 
 #include <string>
@@ -8,7 +8,7 @@
 
 namespace ark::compiler {
 
-// When each task starts, in microseconds, if all takes what was estimated.
+// The start of each task in microseconds, if all tasks take their estimated time.
 std::vector<double> estimated_starts(const Plan& plan);
 std::string to_json(const Plan& plan);
 // A drawing of the estimated schedule.

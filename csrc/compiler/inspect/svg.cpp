@@ -1,5 +1,5 @@
-// A drawing of a plan's estimated schedule: a lane a worker, a bar a task, coloured by the kind of its stage; what a
-// bar is, its cost and its waits appear when the pointer rests on it.
+// A drawing of a plan's estimated schedule: a lane per worker and a bar per task, colored by the kind of its stage.
+// Hovering over a bar shows the task, its cost and its waits.
 #include <algorithm>
 #include <cstdio>
 #include <map>
@@ -38,10 +38,10 @@ std::string formatted(const char* format, Values... values) {
 
 }  // namespace
 
-// A wait takes wait_us from the signal of another worker.
+// A wait ends wait_us after the signal of another worker.
 std::vector<double> estimated_starts(const Plan& plan) {
   std::vector<double> start(plan.tasks.size(), 0), free(plan.queues.size(), 0);
-  std::vector<std::pair<double, int>> met(plan.events.size(), {0, -1});  // last signal, by which worker
+  std::vector<std::pair<double, int>> met(plan.events.size(), {0, -1});  // last signal, and the worker that sent it
   for (size_t index = 0; index < plan.tasks.size(); ++index) {
     const Task& task = plan.tasks[index];
     double at = free[task.worker];
@@ -58,7 +58,7 @@ std::vector<double> estimated_starts(const Plan& plan) {
 
 std::string to_svg(const Plan& plan) {
   const char* colours[] = {"#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#76b7b2", "#edc948", "#9c755f"};
-  std::map<std::string, const char*> colour_of;  // in order of appearance, as far as there are colours
+  std::map<std::string, const char*> colour_of;  // assigned in order of appearance while colors last
   const std::vector<double> start = estimated_starts(plan);
   double end = 1e-3;
   for (size_t index = 0; index < plan.tasks.size(); ++index) {

@@ -1,4 +1,4 @@
-// The file of trace.hpp, and the slices in it.
+// Formats the slices of traced steps and writes them to the process's file. See trace.hpp for the file's structure.
 #include "compiler/inspect/trace.hpp"
 
 #include <fcntl.h>
@@ -24,10 +24,10 @@ namespace ark::compiler {
 namespace {
 
 constexpr char kEnd[] = "\n]}\n";
-constexpr uint64_t kShortWait = 200;  // ns; shorter ones are left out
+constexpr uint64_t kShortWait = 200;  // ns; shorter waits are left out
 constexpr uint64_t kBatch = 1'000'000'000;
 constexpr size_t kBatchTasks = 200'000;
-constexpr int kLane = 1000;  // thread numbers of a lane
+constexpr int kLane = 1000;  // thread numbers per lane
 
 std::atomic<Trace*> the_trace{nullptr};
 
@@ -44,7 +44,7 @@ std::string microseconds(uint64_t ns) {
   return text;
 }
 
-// An object's members without its brackets.
+// An object's members without the opening brace.
 std::string inside(JsonWriter& json) {
   const std::string whole = json.take();
   return whole.substr(1);
@@ -56,7 +56,7 @@ std::string quoted(const std::string& text) {
   return json.take();
 }
 
-// "layers.0.attn.wq" of "layers.0.attn.wq (model.py:31)".
+// Returns "layers.0.attn.wq" for "layers.0.attn.wq (model.py:31)".
 std::string module_of(const std::string& origin) {
   return origin.substr(0, origin.find(" ("));
 }
@@ -96,14 +96,15 @@ TracedPlan::TracedPlan(const Plan& plan, std::string called) : name(std::move(ca
 void Trace::configure(const Settings& settings) {
   Trace* old = the_trace.load(std::memory_order_acquire);
   if (old != nullptr) old->flush();
-  // The old one is left: a step may be in it.
+  // The old trace is leaked on purpose: a step may still use it.
   the_trace.store(settings.path.empty() ? nullptr : new Trace(settings, ""), std::memory_order_release);
 }
 
 Trace* Trace::current() {
   Trace* mine = the_trace.load(std::memory_order_acquire);
   if (mine == nullptr || mine->process_ == ::getpid()) return mine;
-  // Forked off: the parent's lock may have been held. A trace is a help, so what cannot be opened is let be.
+  // In a forked child, the parent's lock may be held forever, so the child opens its own trace. If that fails, it
+  // has none.
   Trace* made = nullptr;
   try {
     made = new Trace(mine->settings_, "." + std::to_string(::getpid()));
@@ -197,7 +198,7 @@ void Trace::flush_locked() {
   flushed_ns_ = cpu::now_ns();
 }
 
-// Over the end of what is there; the file is whole again afterwards.
+// Overwrites the end of the file with the text and a new end, so that the file is valid JSON again.
 bool Trace::put(const std::string& text) {
   size_t done = 0;
   while (done < text.size()) {
@@ -235,7 +236,7 @@ void Trace::thread_names(const Step& step, std::string& out) {
   named_[lane] = std::max(named_[lane], workers);
 }
 
-// Of a launch that ran several steps, all that have stamps.
+// Writes all stamped steps of a launch.
 void Trace::write_step(const Step& step, std::string& out) {
   const TracedPlan& plan = *step.plan;
   out += slice(step, 0, step.begin_ns, step.end_ns) + "\"name\":" + quoted(plan.name) +
@@ -255,16 +256,16 @@ void Trace::write_tasks(const Step& step, size_t turn, std::string& out) {
   const cpu::Stamp* stamps = step.stamps.tasks.data() + turn * plan.tasks.size();
   const size_t turns = step.stamps.tasks.size() / plan.tasks.size();
   const uint64_t* wait_ends = step.stamps.wait_ends.data() + turn * (step.stamps.wait_ends.size() / turns);
-  size_t waits = 0, carried = 0;  // places
+  size_t waits = 0, carried = 0;  // indices of waits
   for (const TracedPlan::Task& task : plan.tasks) carried += task.waits.size();
   for (size_t index = 0; index < plan.tasks.size(); ++index) {
     const TracedPlan::Task& task = plan.tasks[index];
     const cpu::Stamp& stamp = stamps[index];
     uint64_t from = stamp.came_ns;
     const auto wait = [&](int event, uint64_t until, const cpu::Stamp* signallers) {
-      if (until <= from) return;  // a step that failed
+      if (until <= from) return;  // the step failed
       if (until - from >= kShortWait) {
-        int last = -1;  // who was waited for: the last to signal
+        int last = -1;  // the last signaller: the task that was waited for
         for (const int other : plan.signalling[static_cast<size_t>(event)])
           if (last < 0 || signallers[other].end_ns > signallers[last].end_ns) last = other;
         out += slice(step, task.worker, from, until);

@@ -1,4 +1,5 @@
-// The conditions behind cache_hints.hpp: those that kernels/cuda/loop/ chooses among its kernels by.
+// Mirrors the conditions by which the kernels in kernels/cuda/loop/ choose among their variants, since only some of the
+// variants issue loads with a cache policy.
 #include "compiler/passes/cache_hints.hpp"
 #include "compiler/graph/stage_queries.hpp"
 
@@ -12,9 +13,9 @@ namespace ark::compiler {
 
 namespace {
 
-constexpr int64_t kTensorRows = 16;    // of matvec_tensor.cuh
-constexpr int64_t kSeparateRows = 16;  // of experts.cuh
-constexpr int64_t kFewQueries = 16;    // of attention.cuh
+constexpr int64_t kTensorRows = 16;    // as in matvec_tensor.cuh
+constexpr int64_t kSeparateRows = 16;  // as in experts.cuh
+constexpr int64_t kFewQueries = 16;    // as in attention.cuh
 
 const Value& value_at(const Plan& plan, int index) {
   return plan.graph.values()[static_cast<size_t>(index)];
@@ -24,7 +25,7 @@ int64_t per_chunk(const Value& value) {
   return 16 / size_of(value.type);
 }
 
-// Whether elements that are these strides apart begin at multiples of 16 bytes.
+// Whether elements that are these strides apart start at multiples of 16 bytes.
 bool lies_aligned(const Plan& plan, int index, const std::vector<int64_t>& strides) {
   const Value& value = value_at(plan, index);
   const int64_t per = per_chunk(value);
@@ -32,14 +33,14 @@ bool lies_aligned(const Plan& plan, int index, const std::vector<int64_t>& strid
          std::all_of(strides.begin(), strides.end(), [&](int64_t stride) { return stride % per == 0; });
 }
 
-// A matrix of `depth` by columns, whose strides are `depths` and `columns`.
+// A matrix of `depth` by columns, with strides `depths` and `columns`.
 struct Matrix {
   int index;
   int64_t depth, depths, columns;
-  std::vector<int64_t> moved;  // strides of a batch
+  std::vector<int64_t> moved;  // strides of the batch dimensions
 };
 
-// Whether a product of that many rows loads it 16 bytes at a time, past its rows: product_of() of matmul.cuh.
+// Whether a product of this many rows streams the matrix past them in 16-byte loads; see product_of() of matmul.cuh.
 bool is_streamed(const Plan& plan, Matrix matrix, int64_t rows, ScalarType of_rows) {
   const Value& value = value_at(plan, matrix.index);
   const bool depth_adjacent = matrix.depths == 1, across = !depth_adjacent && matrix.columns == 1;
@@ -51,7 +52,7 @@ bool is_streamed(const Plan& plan, Matrix matrix, int64_t rows, ScalarType of_ro
   return by_chunks && size_of(value.type) == 2 && value.type == of_rows && rows <= kTensorRows;
 }
 
-// Strides of dimensions that there is more than one of.
+// Strides of the dimensions longer than 1.
 std::vector<int64_t> moves(const Value& value, size_t dims) {
   std::vector<int64_t> strides;
   for (size_t d = 0; d < dims; ++d)
@@ -100,7 +101,7 @@ bool is_streamed(const Plan& plan, const AttentionStage& attention) {
   });
 }
 
-// Whether a stage's own text, not its tail's, loads or stores elements of it one by one or in runs.
+// Whether the stage's own code, not its tail's, loads or stores the access element by element or in runs.
 bool by_elements(const Stage& stage, const Access& access) {
   using Kind = RowProgram::Instruction::Kind;
   if (const auto* program = std::get_if<RowProgram>(&stage.body))
@@ -113,7 +114,7 @@ bool by_elements(const Stage& stage, const Access& access) {
   return bag != nullptr && access.value == (access.write ? bag->out : bag->table);
 }
 
-// Whether the CPU's text stores 16 adjacent columns at a time; of a GPU see by_elements().
+// Whether the CPU's code stores 16 adjacent columns at a time. For a GPU see by_elements().
 bool stores_columns(const Plan& plan, const Stage& stage, const Access& access) {
   const auto* program = std::get_if<RowProgram>(&stage.body);
   if (program == nullptr || !access.write) return false;

@@ -1,23 +1,23 @@
-// Which accesses of a plan the target's kernels can tell caches about: what is not named here stays normal, so that
-// explain names no policy that no load or store carries.
+// The accesses for which the target's kernels can pass a policy to the caches. All others stay normal, so that explain
+// never reports a policy that no load or store carries.
 //
-// On a GPU only loads of 16 bytes carry the policy of a matrix or of keys and values. Strides, offsets and depths say
-// where there are such loads; that arguments begin at multiples of 16 bytes, as PyTorch allocates them, is assumed
-// here, and checked at each launch.
+// On a GPU only 16-byte loads carry the policy of a matrix or of keys and values. Strides, offsets and depths decide
+// where such loads are possible. Arguments are assumed to be aligned to 16 bytes, as PyTorch allocates them; each
+// launch checks that.
 #pragma once
 
 #include "compiler/schedule/plan.hpp"
 
 namespace ark::compiler {
 
-// The matrix of a product of few rows, which streams past them. Of products that share their rows (ProductsStage) all
-// matrices are, or none: one kernel loads them.
+// Whether the access is the matrix of a product of few rows, which is streamed. In a ProductsStage all matrices are or
+// none is, as one kernel loads them.
 bool is_streamed_matrix(const Plan& plan, const Stage& stage, const Access& access);
-// Keys or values of attention of few queries: both of them are, or neither.
+// Whether the access is the keys or values of attention with few queries. Either both are streamed or neither is.
 bool is_streamed_state(const Plan& plan, const Stage& stage, const Access& access);
-// In memory that is polled: no hint.
+// Whether the value is in memory that readers poll, which gets no hint.
 bool is_packets(const Plan& plan, int value);
-// Whether the target's kernels can tell caches what they do with this access of a stage or of one in its tail.
+// Whether the target's kernels can pass a policy for this access of a stage, or of a stage in its tail.
 bool can_hint(const Plan& plan, const Stage& stage, const Access& access);
 
 }  // namespace ark::compiler

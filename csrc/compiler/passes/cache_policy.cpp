@@ -1,4 +1,5 @@
-// The choice behind cache_policy.hpp.
+// Chooses the policy of each access; cache_policy.hpp states the contract. The thresholds come from CacheCosts, which
+// are measured on the machine.
 #include "compiler/passes/cache_policy.hpp"
 
 #include <algorithm>
@@ -12,7 +13,7 @@ namespace ark::compiler {
 
 namespace {
 
-// Of a step that fits into the cache beside what the launch and other work bring there.
+// The share of the cache that a step can fill beside what the launch and other work load there.
 constexpr double kNearShare = 0.8;
 
 const Value& value_of(const Plan& plan, const Access& access) {
@@ -21,7 +22,7 @@ const Value& value_of(const Plan& plan, const Access& access) {
 
 double bytes_of(const Plan& plan, const Access& access) {
   const Value& value = value_of(plan, access);
-  int64_t elements = 1;  // an expanded dimension is one
+  int64_t elements = 1;  // an expanded dimension counts once
   for (size_t d = 0; d < value.shape.size(); ++d)
     if (value.strides[d] != 0) elements *= value.shape[d];
   return static_cast<double>(elements * size_of(value.type));
@@ -43,7 +44,7 @@ class Choice {
     agree(stage, &is_streamed_state);
     for (Stage& next : stage.tail) {
       choose(number, next);
-      // The stage lists what its tail touches, too.
+      // The stage's accesses include those of its tail.
       for (Access& access : stage.accesses)
         for (const Access& same : next.accesses)
           if (same.value == access.value && same.write == access.write && !can_hint(plan_, stage, access))
@@ -51,7 +52,7 @@ class Choice {
     }
   }
 
-  // What one kernel loads with one policy: plain loads unless all were given the same.
+  // One kernel loads these accesses with one policy: plain loads unless all of them have the same policy.
   void agree(Stage& stage, bool (*loaded)(const Plan&, const Stage&, const Access&)) {
     std::vector<Access*> together;
     for (Access& access : stage.accesses)
@@ -70,13 +71,14 @@ class Choice {
     return plan_.target.name == "cpu" ? for_cpu(number, stage, access) : for_gpu(number, stage, access);
   }
 
-  // What comes back before as much else has passed as the cache holds.
+  // Whether the data is read again before the cache's capacity in other data has passed.
   bool comes_back(size_t number, const Access& access) const {
     const double until = uses_.bytes_until_read(number, access);
     return until >= 0 && until < static_cast<double>(costs_.bytes);
   }
 
-  // Results are new memory, whose lines the kernel's zeros have brought into the caches; so has a read of the same.
+  // Results stay plain: they are new memory, whose lines zeroing by the kernel has just brought into the caches. So do
+  // values that the stage also reads.
   CachePolicy for_cpu(size_t number, const Stage& stage, const Access& access) const {
     const int buffer = value_of(plan_, access).buffer;
     const bool fresh = plan_.graph.buffer_of(access.value).kind == Buffer::Kind::output;
@@ -102,16 +104,15 @@ class Choice {
       case OperandKind::state: return costs_.states_first && !again ? CachePolicy::evict_first : CachePolicy::normal;
       case OperandKind::activation: return costs_.reused_last && again ? CachePolicy::evict_last : CachePolicy::normal;
       case OperandKind::table:
-        // Few rows of a table that is larger than the cache come twice while they are there: on one H200 pooled rows,
-        // drawn as Zipf says, were 1.11 times as fast so, and a recommender 1.04 times.
+        // Few rows of a table larger than the cache are reused while cached (performance page, "Cache policies").
         return bytes_of(plan_, access) > static_cast<double>(costs_.bytes) ? CachePolicy::evict_first
                                                                            : CachePolicy::normal;
       default: return CachePolicy::normal;
     }
   }
 
-  // Whether a stage's matrices are among the parameters that stay from step to step: the first ones, as many as were
-  // measured to. One kernel reads all of a stage: they stay together, or none does.
+  // Whether the stage's matrices are among the parameters kept in the cache across steps: the first ones, up to the
+  // measured capacity. One kernel reads all matrices of a stage, so it keeps all of them or none.
   bool keeps(const Stage& stage) {
     std::set<int> added;
     double bytes = 0;

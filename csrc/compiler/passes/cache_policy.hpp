@@ -1,8 +1,8 @@
-// What caches do with each access of a plan: chosen from what the plan knows of a value's next use, and from what the
-// machine's caches were measured to gain (CacheCosts).
+// Chooses the cache policy of each access, from when the plan uses the value next and from what was measured to pay on
+// this machine (CacheCosts).
 //
-// Where nothing was measured the choice is the one that kernels were measured fast with: matrices of products of few
-// rows make way first, all else is plain. What no kernel has an instruction for stays normal: see cache_hints.hpp.
+// Without measurements the choice is the one with which the kernels were tuned: matrices of products of few rows are
+// evicted first, all else is plain. Accesses for which no kernel has an instruction stay normal; see cache_hints.hpp.
 #pragma once
 
 #include <cstdint>
@@ -13,31 +13,31 @@
 
 namespace ark::compiler {
 
-// What an access touches, as far as caches care.
+// Kinds of operands, as far as caches are concerned.
 enum class OperandKind : uint8_t {
   weight,      // a parameter
-  state,       // an input that the plan writes: a cache of keys and values
-  table,       // rows of it, known at run time
+  state,       // an input that the plan writes: a KV cache
+  table,       // rows selected at run time
   stream,      // another input, or a result
-  packets,     // small results between workers
+  packets,     // small results passed between workers
   activation,  // other results between stages
 };
 
-// When each buffer is read again.
+// When each buffer is read next.
 class NextUses {
  public:
   explicit NextUses(const Plan& plan);
 
-  // Bytes that the step touches between this stage and the next that reads the buffer; of inputs that nobody reads
-  // again in this step, until the next step does. -1: never.
+  // Bytes that the step touches between this stage and the next one that reads the buffer. For an input that this step
+  // does not read again, counts until the next step's read. -1: never.
   double bytes_until_read(size_t stage, const Access& access) const;
-  // That the step touches, each stage's once.
+  // Bytes that the step touches, summed over its stages.
   double step_bytes() const { return before_.back(); }
 
  private:
   const Plan& plan_;
-  std::vector<double> before_;              // by stage, and of all: bytes of the stages before it
-  std::vector<std::vector<size_t>> reads_;  // by buffer: stages that read it, in order
+  std::vector<double> before_;              // by stage, plus a total: bytes touched by the stages before it
+  std::vector<std::vector<size_t>> reads_;  // by buffer: the stages that read it, in order
 };
 
 OperandKind kind_of(const Plan& plan, const Access& access);

@@ -1,4 +1,5 @@
-// See dedupe_prefetch.hpp.
+// Collects the pages that all workers' loads name, and deals each page to one of the tasks that read it. See
+// dedupe_prefetch.hpp.
 #include "compiler/passes/dedupe_prefetch.hpp"
 
 #include <algorithm>
@@ -20,7 +21,8 @@ bool share(const Plan& plan, const Stage& a, const Stage& b) {
   });
 }
 
-// By stage: which run of stages, one behind the other, it is of that read the same. Later ones may find it gone.
+// Numbers runs of consecutive stages that read the same parameters, by stage. Pages are shared only within a run: a
+// later reader may find them evicted.
 std::vector<int> runs_of(const Plan& plan) {
   std::vector<int> runs;
   for (size_t stage = 0; stage < plan.stages.size(); ++stage) {
@@ -39,11 +41,11 @@ struct Asked {
   auto what() const { return std::tie(run, value, offset, bytes, rows, stride); }
 };
 
-// A page, and all who read it, by task.
+// A page and all its readers, ordered by task.
 struct Page {
   std::span<const Asked> by;
 
-  // Pages of one value that the same tasks read.
+  // Identifies pages of one value that the same tasks read.
   auto group() const { return std::tie(by.front().run, by.front().value, by.front().task, by.back().task); }
   auto place() const { return std::tuple_cat(group(), std::tuple(by.size(), by.front().offset)); }
   bool beside(const Page& other) const {
@@ -52,7 +54,7 @@ struct Page {
   }
 };
 
-// What is asked for, in the order of pages.
+// All requested pages, sorted by page.
 std::vector<Asked> asked_of(const Plan& plan) {
   const std::vector<int> runs = runs_of(plan);
   std::vector<Asked> all;
@@ -87,7 +89,7 @@ void dedupe_prefetch(Plan& plan) {
   for (size_t queue = 0; queue < asks.size(); ++queue) asks[queue].resize(plan.queues[queue].loads.size(), 0);
   const std::vector<Asked> all = asked_of(plan);
   const std::vector<Page> pages = pages_of(all);
-  // In order, so that what a task asks for lies side by side.
+  // Deals pages in order, so that one task's requests are adjacent.
   for (size_t first = 0, last = 0; first < pages.size(); first = last) {
     while (last < pages.size() && pages[last].beside(pages[first])) ++last;
     for (size_t page = first; page < last; ++page) {

@@ -1,8 +1,8 @@
-// Who of a GPU's workers asks for what ahead of their tasks (emit_tables.hpp).
+// Decides which GPU worker prefetches which parameters ahead of its tasks (emit_tables.hpp).
 //
-// Tasks of many workers read the same parameters at about the same time: blocks of rows the same weights, all rows the
-// same scales. Into the second-level cache, which they share, each byte has to be asked for once: the pages are dealt
-// out among these tasks, and each worker's share of what may be under way reaches as much further ahead.
+// Tasks of many workers read the same parameters at about the same time: blocks of rows share weights, all rows share
+// scales. They share the second-level cache, so each byte needs only one prefetch. The pages are dealt out among these
+// tasks, and each worker's limit on bytes in flight then reaches further ahead.
 #pragma once
 
 #include <vector>
@@ -11,7 +11,7 @@
 
 namespace ark::compiler {
 
-// Sets `prefetches`, from the queues' loads.
+// Sets `prefetches` from the queues' loads.
 void dedupe_prefetch(Plan& plan);
 
 }  // namespace ark::compiler

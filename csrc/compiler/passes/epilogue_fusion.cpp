@@ -1,4 +1,5 @@
-// See epilogue_fusion.hpp.
+// Finds elementwise programs that alone read a product's result, and makes them the product's epilogue. See
+// epilogue_fusion.hpp.
 #include "compiler/passes/epilogue_fusion.hpp"
 #include "compiler/graph/stage_queries.hpp"
 
@@ -19,7 +20,7 @@ bool touches(const Graph& graph, const Stage& stage, int buffer) {
                      [&](const Access& access) { return graph.values()[access.value].buffer == buffer; });
 }
 
-// The load and the store of a program that makes each element of one value from the same one of another; else nothing.
+// The load and the store of a program that computes each element of one value from the same element of another.
 struct Elementwise {
   const RowProgram::Instruction* load = nullptr;
   const RowProgram::Instruction* store = nullptr;
@@ -48,7 +49,7 @@ int64_t elements_of(const Shape& shape) {
   return count;
 }
 
-// The stage that reads the product's result, if one alone does and can be done by the product; else -1.
+// The stage that can become the product's epilogue because it alone reads the product's result; else -1.
 int finisher(const Graph& graph, const std::vector<Stage>& stages, int at) {
   const auto& product = std::get<MatmulStage>(stages[at].body);
   const Value& out = graph.values()[product.out];
@@ -67,14 +68,14 @@ int finisher(const Graph& graph, const std::vector<Stage>& stages, int at) {
   if (one.load == nullptr || graph.values()[one.load->value].buffer != out.buffer || one.load->type != out.type ||
       elements_of(program->shape) != elements_of(out.shape))
     return -1;
-  // What is stored earlier than before must not be what others still read, or overwrite.
+  // The store moves ahead of the stages in between, so none of them may touch that buffer.
   const int stored = graph.values()[one.store->value].buffer;
   for (int between = at; between < reader; ++between)
     if (stored != out.buffer && touches(graph, stages[between], stored)) return -1;
   return reader;
 }
 
-// Where the finisher stores what it makes of the product's elements.
+// The value that the epilogue stores in place of the product's result.
 Value finished(const Graph& graph, const MatmulStage& product, const Elementwise& by) {
   Value value = graph.values()[product.out];
   const Value &loaded = graph.values()[by.load->value], &stored = graph.values()[by.store->value];

@@ -1,8 +1,7 @@
-// Products whose results are finished where they are made.
+// Epilogue fusion: an elementwise program (an activation) that alone reads a product's result moves into the product.
 //
-// A pass over the elements of a product that nobody else reads (an activation) is done by the product's own tiles, on
-// each sum before it is stored: a stage less to wait for, and the result is neither stored nor read in between. It is
-// rounded as it would have been, so bits stay the same.
+// The product's tiles apply it to each sum before storing it. That removes a wait between stages, and a store and a
+// load of the result. The sum is rounded as before, so bits stay the same.
 #pragma once
 
 #include <vector>
@@ -12,7 +11,7 @@
 
 namespace ark::compiler {
 
-// Adds values to the graph. For GPUs, where many rows are multiplied in tiles; others stay as they are.
+// Adds values to the graph. Applies to products that GPUs compute in tiles of many rows; other stages are unchanged.
 std::vector<Stage> fuse_epilogues(Graph& graph, std::vector<Stage> stages, const Target& target);
 
 }  // namespace ark::compiler

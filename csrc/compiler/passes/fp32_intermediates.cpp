@@ -1,4 +1,5 @@
-// See fp32_intermediates.hpp.
+// Finds the buffers that may be widened, then rewrites the programs that access them. See fp32_intermediates.hpp for
+// which ones and why.
 #include "compiler/passes/fp32_intermediates.hpp"
 
 #include <algorithm>
@@ -15,10 +16,10 @@ namespace {
 using Instruction = RowProgram::Instruction;
 using Kind = Instruction::Kind;
 
-constexpr int64_t kMostBytes = 64 * 1024;  // of a result in its own type: a few rows
+constexpr int64_t kMostBytes = 64 * 1024;  // of a result in its own type, so a few rows
 
-// Buffers of halves that row programs alone read, at places that do not depend on data, and that row programs and
-// products alone write.
+// Buffers of half types that only row programs read, at addresses independent of data, and that only row programs and
+// products write.
 class Small {
  public:
   Small(const Graph& graph, const std::vector<Stage>& stages) : graph_(graph) {
@@ -34,7 +35,7 @@ class Small {
       for (const Instruction& one : program->code) {
         if (one.kind != Kind::load && one.kind != Kind::store) continue;
         look_at(one.value);
-        const size_t plain = one.kind == Kind::load ? 0 : 1;  // more arguments: through an index
+        const size_t plain = one.kind == Kind::load ? 0 : 1;  // more arguments: indexed
         if (one.args.size() > plain || one.parts.count > 1) refuse(one.value);
       }
     }
@@ -102,7 +103,7 @@ class Keeper {
   }
 
   void keep(RowProgram& program) {
-    std::set<int> rounded;  // registers that are stored in a type of their own, too
+    std::set<int> rounded;  // registers that are also stored in their own type
     for (const Instruction& one : program.code)
       if (one.kind == Kind::store && !kept(one.value)) rounded.insert(one.args[0]);
     for (Instruction& one : program.code) {
@@ -115,7 +116,7 @@ class Keeper {
   }
 
   Graph& graph_;
-  std::map<int, int> wide_;  // by the buffer of halves
+  std::map<int, int> wide_;  // by the half buffer
 };
 
 }  // namespace

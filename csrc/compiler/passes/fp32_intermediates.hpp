@@ -1,11 +1,10 @@
-// Small results in float32 between stages.
+// Keeps small results between stages in float32.
 //
-// What products of halves and row programs hand to row programs is computed in float32, and rounded only to be stored:
-// a residual, queries before they are turned, the halves of a gated activation. Where it is small, as in a decoding
-// step, storing twice as much costs nothing beside the weights, so it is not rounded there either, as it would not be
-// inside a stage. An error of a step adds up from such roundings: the residual's is met once for each layer.
-//
-// What anything else reads (a product, attention, a collective, which rounds as the eager one) keeps its type.
+// Products of half types and row programs compute in float32 and round only to store: a residual, queries before the
+// rotary embedding, the halves of a gated activation. Such a result is small in a decoding step, so storing twice the
+// bytes costs nothing beside the weights, and it stays unrounded, as it would within a stage. Rounding errors add up
+// over a step: the residual would be rounded in every layer. A result keeps its type if anything but a row program
+// reads it: a product, attention, or a collective (which rounds as the eager one does).
 #pragma once
 
 #include <vector>
@@ -15,7 +14,7 @@
 
 namespace ark::compiler {
 
-// Adds values and buffers to the graph. Before stages are merged or joined.
+// Adds values and buffers to the graph. Runs before stages are merged or joined.
 std::vector<Stage> fp32_intermediates(Graph& graph, std::vector<Stage> stages, const Target& target);
 
 }  // namespace ark::compiler

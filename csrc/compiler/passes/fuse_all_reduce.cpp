@@ -1,4 +1,4 @@
-// See fuse_all_reduce.hpp.
+// Finds the all_reduces that can be fused, then turns their producers into senders. See fuse_all_reduce.hpp.
 #include "compiler/passes/fuse_all_reduce.hpp"
 #include "compiler/graph/stage_queries.hpp"
 
@@ -20,8 +20,8 @@ namespace {
 
 struct PushedSum {
   size_t maker, collective;  // stages
-  size_t product;            // of the maker's
-  Value out;                 // of the product, where the sum is to lie
+  size_t product;            // index among the maker's products
+  Value out;                 // the product's result, moved to where the sum belongs
 };
 
 bool adds_floats(const Graph& graph, const Stage& stage) {
@@ -43,7 +43,7 @@ std::vector<size_t> touchers(const Graph& graph, const std::vector<Stage>& stage
   return found;
 }
 
-// As far as stages alone say; the rest is in plain_buffers().
+// Checks what the stages alone can tell. plain_buffers() decides the rest.
 std::vector<PushedSum> candidates(const Graph& graph, const std::vector<Stage>& stages) {
   std::vector<PushedSum> found;
   for (size_t index = 0; index < stages.size(); ++index) {
@@ -55,7 +55,7 @@ std::vector<PushedSum> candidates(const Graph& graph, const std::vector<Stage>& 
     if (makers.size() != 1 || graph.buffers()[in.buffer].kind != Buffer::Kind::temporary) continue;
     if (in.buffer != sum.buffer && (all != 2 || !touchers(graph, stages, index, sum.buffer).empty())) continue;
     const std::vector<size_t> readers = touchers(graph, stages, stages.size(), sum.buffer);
-    if (readers.back() == index) continue;  // no rank would wait for another
+    if (readers.back() == index) continue;  // without a reader, no rank would wait for the others
     if (std::any_of(readers.begin(), readers.end(),
                     [&](size_t one) { return one > index && !std::holds_alternative<RowProgram>(stages[one].body); }))
       continue;
@@ -76,7 +76,8 @@ std::vector<PushedSum> candidates(const Graph& graph, const std::vector<Stage>& 
 }
 
 std::vector<Stage> pushing(Graph& graph, std::vector<Stage> stages, const std::vector<PushedSum>& sums) {
-  for (auto one = sums.rbegin(); one != sums.rend(); ++one) {  // behind what is removed nothing is looked for
+  for (auto one = sums.rbegin(); one != sums.rend(); ++one) {  // backwards, so that erasing a stage keeps the remaining
+                                                               // indices valid
     Stage& maker = stages[one->maker];
     const Stage& stage = stages[one->collective];
     const auto& collective = std::get<CollectiveStage>(stage.body);
@@ -91,7 +92,7 @@ std::vector<Stage> pushing(Graph& graph, std::vector<Stage> stages, const std::v
     for (Access& access : maker.accesses)
       if (access.write && access.value == product.out) access.value = out;
     product.out = out;
-    maker.replicable = false;  // a part is sent once
+    maker.replicable = false;  // each part is sent once
     join_names(maker, stage);
     stages.erase(stages.begin() + static_cast<std::ptrdiff_t>(one->collective));
   }

@@ -1,9 +1,9 @@
-// Sums over ranks that no task of their own makes (kernels/cuda/loop/pushed.cuh).
+// Fuses an all_reduce into its producer and its readers, without separate tasks (kernels/cuda/loop/pushed.cuh).
 //
-// Where a product of few rows makes what an all_reduce adds up and nobody else reads it, the product's tasks send it to
-// all ranks as packets, and whoever reads the sum adds the ranks' parts. Between the product and the next one there is
-// neither a task nor an event, but one way over the link. Bits stay the same: parts are rounded as the product's result
-// was, and added in order of ranks.
+// If a product of few rows computes the addends and nothing else reads them, the product's tasks send them to all ranks
+// as packets, and each reader of the sum adds the ranks' parts. Between two products there is then neither a task nor
+// an event, only one trip over the link. Bits stay the same: parts are rounded like the product's result, and added in
+// rank order.
 #pragma once
 
 #include <vector>
@@ -14,9 +14,9 @@
 
 namespace ark::compiler {
 
-// After lower_collectives(); for plans of one step a launch whose target has packets of rows. Adds values to the
-// graph. Collectives with other makers, those that others than row programs read (a product has no registers for the
-// parts of all ranks), and those that take turns in their places, stay.
+// Runs after lower_collectives(), for plans of one step per launch whose target has packets of rows. Adds values to the
+// graph. Unchanged are collectives with other producers, those read by anything but row programs (a product has no
+// registers for all ranks' parts), and those that take turns in shared places.
 std::vector<Stage> fuse_all_reduce(Graph& graph, std::vector<Stage> stages, const Target& target);
 
 }  // namespace ark::compiler

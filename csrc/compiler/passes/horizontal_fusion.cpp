@@ -1,4 +1,4 @@
-// See horizontal_fusion.hpp.
+// Merges products that share their rows and that one kernel can read with the same code. See horizontal_fusion.hpp.
 #include "compiler/passes/horizontal_fusion.hpp"
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace ark::compiler {
 
 namespace {
 
-constexpr int64_t kMostMergedRows = 8;  // beside more there are no registers for several products' addresses
+constexpr int64_t kMostMergedRows = 8;  // with more, registers run out for the addresses of several products
 constexpr size_t kMostMerged = 4;
 
 const MatmulStage* mergeable(const Graph& graph, const Stage& stage) {
@@ -24,7 +24,7 @@ const MatmulStage* mergeable(const Graph& graph, const Stage& stage) {
   return b.strides[b.shape.size() - 2] == 1 ? product : nullptr;
 }
 
-// That both are decoded alike; where their scales lie may differ.
+// Whether both use the same encoding. Their scales may be at different places.
 bool coded_alike(const Graph& graph, const Codes& one, const Codes& other) {
   const auto same_type = [&](int a, int b) {
     return (a < 0) == (b < 0) && (a < 0 || graph.values()[a].type == graph.values()[b].type);
@@ -34,7 +34,7 @@ bool coded_alike(const Graph& graph, const Codes& one, const Codes& other) {
          same_type(one.scale, other.scale) && same_type(one.zero, other.zero);
 }
 
-// That the kernel reads both alike.
+// Whether the same kernel code reads both.
 bool alike(const Graph& graph, const MatmulStage& one, const MatmulStage& other) {
   const Value &b = graph.values()[one.b], &c = graph.values()[other.b];
   return coded_alike(graph, one.codes, other.codes) && one.a == other.a && one.m == other.m && one.k == other.k &&
@@ -60,7 +60,7 @@ std::vector<Stage> fuse_horizontally(Graph& graph, std::vector<Stage> stages, co
     if (product == nullptr) continue;
     const MatmulStage leader = *product;
     std::vector<size_t> others;
-    // A tile is a part of each: of their common divisor, which must be as many as there are workers.
+    // A tile takes a part of each product, so the extent is their common divisor, which must give every worker a tile.
     int64_t extent = leader.n;
     for (size_t next = first + 1; next < stages.size() && others.size() + 1 < kMostMerged; ++next) {
       const MatmulStage* const other = mergeable(graph, stages[next]);
@@ -76,7 +76,7 @@ std::vector<Stage> fuse_horizontally(Graph& graph, std::vector<Stage> stages, co
     Stage& merged = stages[first];
     merged.body = ProductsStage{{leader}};
     merged.extent = extent;
-    merged.grain = 1;  // their columns are counted anew: none is better aligned than another
+    merged.grain = 1;  // their columns are renumbered, and no start is better aligned
     const double shared = bytes_of(graph, {leader.a});
     for (const size_t other : others) {
       merge_into(merged, stages[other]);

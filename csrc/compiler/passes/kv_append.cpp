@@ -1,4 +1,5 @@
-// See kv_append.hpp.
+// Finds the stages that make an attention's queries and append to its caches, checks that they may move, and puts them
+// in front of the attention. See kv_append.hpp.
 #include "compiler/passes/kv_append.hpp"
 #include "compiler/graph/stage_queries.hpp"
 
@@ -48,7 +49,7 @@ class Appender {
            buffer_of(other->v) == buffer_of(first.v);
   }
 
-  // The last stage before `end` that writes to the value's buffer.
+  // The last stage before `end` that writes the value's buffer.
   std::optional<size_t> writer(size_t end, int of) const {
     for (size_t at = end; at-- > 0;)
       for (const Access& access : stages_[at].accesses)
@@ -68,7 +69,7 @@ class Appender {
   std::set<size_t> gone_;
 };
 
-// Whether the stages may run where those of [first, last) do, and nobody else reads what the first of them writes.
+// Whether the stages may move to where [first, last) is, and no other stage reads what the first of them writes.
 bool Appender::may_move(const std::vector<size_t>& from, size_t first, size_t last) const {
   for (const size_t at : from)
     for (size_t between = at + 1; between < first; ++between)
@@ -81,7 +82,7 @@ bool Appender::may_move(const std::vector<size_t>& from, size_t first, size_t la
   return true;
 }
 
-// Turns the only store of the stage's program to a temporary of its own, as that view of it. Returns the view.
+// Redirects the only store of the stage's program to a new temporary with this view. Returns the view.
 int Appender::store_into_own(Stage& stage, Value view, int64_t bytes) {
   Instruction& store = *only_store(std::get<RowProgram>(stage.body));
   Buffer buffer;
@@ -93,7 +94,7 @@ int Appender::store_into_own(Stage& stage, Value view, int64_t bytes) {
   return store.value;
 }
 
-// The part of an attention behind the programs that make its queries, its new key and its new value.
+// One part of the attention, preceded by the programs that make its queries, its new key and its new value.
 Stage Appender::whole(const Stage& part, const Stage& queries, const NewRow& key, const NewRow& value) {
   Stage attends = part;
   AttentionStage& body = std::get<AttentionStage>(attends.body);
@@ -146,7 +147,7 @@ Stage Appender::whole(const Stage& part, const Stage& queries, const NewRow& key
   return whole;
 }
 
-// Whether each tile's programs make what its attention reads.
+// Whether each tile's own programs write what its attention reads.
 bool Appender::own_tiles(const Stage& stage) const {
   for (int64_t tile = 0; tile < stage.extent; ++tile)
     for (const Access& access : stage.tail.back().accesses)
@@ -182,7 +183,7 @@ void Appender::append(size_t first, size_t last) {
   if (place.buffer != other.buffer || place.offset != other.offset || place.type != other.type ||
       at.size != beside.size || at.wrap != beside.wrap || !may_move({*queries, *keys, *values}, first, last))
     return;
-  // Blocks that follow each other from the first position to the last: one of them has the new one.
+  // The blocks must follow each other from the first position to the last: one of them contains the new position.
   int64_t next = 0;
   std::vector<Stage> parts;
   for (size_t part = first; part < last; ++part) {

@@ -1,10 +1,10 @@
-// Decoding: the stages that make the queries and add a position to the caches become the first part of the attention
-// tasks that read them, in a GPU's plan.
+// In decoding, moves the stages that make the queries and append to the caches into the attention tasks that read them,
+// in a GPU's plan.
 //
-// Queries are turned, the new key and value are turned and copied into the caches, and behind an event attention begins
-// to load what has lain there all the time. Here each task of such an attention asks for its block of positions first,
-// makes its own queries and its head's new key and value while that is under way, and takes the new ones from shared
-// memory; whose block has the position writes them to the caches too. Nothing but a product's packets comes before it.
+// Unfused, attention waits for the rotary embedding of the queries and for the copies of the new key and value, and
+// only then loads cache contents that were there all along. Fused, each task first requests its block of positions,
+// computes its own queries and its head's new key and value meanwhile, and takes the new ones from shared memory. The
+// task whose block contains the position also writes them to the caches. All that precedes is a product's packets.
 #pragma once
 
 #include <vector>
@@ -14,7 +14,7 @@
 
 namespace ark::compiler {
 
-// After split_queries(). Adds values and buffers to the graph.
+// Runs after split_queries(). Adds values and buffers to the graph.
 std::vector<Stage> fuse_kv_append(Graph& graph, std::vector<Stage> stages, const Target& target);
 
 }  // namespace ark::compiler

@@ -1,4 +1,5 @@
-// See kv_new_row.hpp.
+// Recognizes the two forms in which a stage appends to a cache: a row program that stores through an index, and a
+// scatter of rows made elsewhere.
 #include "compiler/passes/kv_new_row.hpp"
 
 #include "compiler/fuse/fuse_views.hpp"
@@ -14,7 +15,7 @@ bool of_one_element(const Value& value) {
   return value.elements() == 1 && (value.type == ScalarType::i64 || value.type == ScalarType::i32);
 }
 
-// Rows that go straight into the cache.
+// A program that stores its rows straight into the cache.
 std::optional<NewRow> row_of_program(const Graph& graph, const Stage& writer, const Value& cache) {
   const auto value = [&](int index) -> const Value& { return graph.values()[static_cast<size_t>(index)]; };
   NewRow row{writer, {}, 0, {}};
@@ -49,11 +50,11 @@ std::optional<NewRow> row_of_program(const Graph& graph, const Stage& writer, co
   return row;
 }
 
-// Rows that are copied as they are.
+// A scatter that copies rows unchanged.
 std::optional<NewRow> row_of_scatter(Graph& graph, const Stage& writer, const ScatterStage& scatter,
                                      const Value& cache) {
   const auto value = [&](int index) -> const Value& { return graph.values()[static_cast<size_t>(index)]; };
-  const Value base = value(scatter.base), source = value(scatter.source);  // the graph gets others
+  const Value base = value(scatter.base), source = value(scatter.source);  // copies: the graph gets more values
   const int64_t heads = cache.shape[1], columns = cache.shape[3];
   if (scatter.dim != 2 || scatter.along || scatter.accumulate || !of_one_element(value(scatter.index)) ||
       source.shape != Shape{1, heads, 1, columns} || base.shape.size() != 4 || base.type != cache.type ||

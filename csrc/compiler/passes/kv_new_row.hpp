@@ -1,4 +1,5 @@
-// What adds a position to a cache of keys or values: a program that makes each head's row, and where that belongs.
+// The stage that appends a position to a cache of keys or values, as a program that makes each head's row and the place
+// where the row belongs.
 #pragma once
 
 #include <optional>
@@ -10,16 +11,16 @@ namespace ark::compiler {
 
 struct NewRow {
   Stage stage;
-  Value row;                    // what the program stores, dense by head, wherever that lies
-  int64_t cache = 0;            // where position 0 lies, in elements of the buffer
+  Value row;                    // what the program stores, dense by head, at any address
+  int64_t cache = 0;            // element of the buffer at which position 0 is
   AttentionStage::Added place;  // without the values
 };
 
-// Of a stage that writes one position of a cache [1, heads, positions, columns]; none: it writes something else, or in
-// another way. Adds values to the graph.
+// Describes a stage that writes one position of a cache [1, heads, positions, columns]. Returns nullopt if it writes
+// something else or in another form. Adds values to the graph.
 std::optional<NewRow> new_row(Graph& graph, const Stage& writer, const Value& cache);
 
-// The only store of a program that reduces nothing; nullptr: there is another, or none.
+// The only store of a program without reductions; nullptr if there is none or several.
 RowProgram::Instruction* only_store(RowProgram& program);
 
 }  // namespace ark::compiler

@@ -1,4 +1,4 @@
-// See lower_collectives.hpp.
+// Cuts collectives into elements of a rank's part and assigns each a place for its packets. See lower_collectives.hpp.
 #include "compiler/passes/lower_collectives.hpp"
 
 #include <algorithm>
@@ -14,11 +14,11 @@ namespace ark::compiler {
 
 namespace {
 
-constexpr int kMostExchangeRanks = 8;  // cuda/loop/launch.cuh
-constexpr int64_t kUnitBytes = 16;     // what a thread moves (cuda/loop/exchange.cuh); no element is larger
-// Of memory for packets, of a rank: beyond the first figure collectives take turns in their places.
+constexpr int kMostExchangeRanks = 8;  // as in cuda/loop/launch.cuh
+constexpr int64_t kUnitBytes = 16;     // moved by one thread (cuda/loop/exchange.cuh); no element is larger
+// Limits of a rank's packet memory. Beyond the first, collectives take turns in shared places.
 constexpr int64_t kEnoughBytes = int64_t{64} << 20, kMostBytes = int64_t{512} << 20;
-constexpr int64_t kMostBetween = 8;  // collectives that may be under way at once, where they take turns
+constexpr int64_t kMostBetween = 8;  // collectives in flight at once when they take turns
 
 [[noreturn]] void refuse_exchange(const Node& node, const std::string& why) {
   ErrorContext context;
@@ -51,7 +51,7 @@ void check_exchange(const Graph& graph, const Node& node, const CollectiveStage&
     refuse_exchange(node, op + " of " + name_of(in.type));
 }
 
-// As `parts` rows of `part` elements; one row is flat.
+// Views the value as `parts` rows of `part` elements; one row is flat.
 int in_parts(Graph& graph, int index, int64_t parts, int64_t part) {
   Value value = graph.values()[index];
   value.shape = parts == 1 ? Shape{part} : Shape{parts, part};
@@ -59,8 +59,8 @@ int in_parts(Graph& graph, int index, int64_t parts, int64_t part) {
   return view_value(graph, value);
 }
 
-// Of `count` collectives so many places of `bytes` are enough, if each waits for all of the one that is half as many
-// before it; all of them where memory allows.
+// The number of places for packets, `bytes` each: one per collective if memory allows. With fewer, each collective
+// waits for the one that is half as many places before it.
 int64_t places_for(int64_t count, int64_t bytes) {
   if (2 * count * bytes <= kEnoughBytes) return count;
   return std::min(count, 2 * std::clamp<int64_t>(kEnoughBytes / (4 * bytes), 1, kMostBetween));
@@ -70,7 +70,7 @@ int64_t places_for(int64_t count, int64_t bytes) {
 
 std::vector<Stage> lower_collectives(Graph& graph, std::vector<Stage> stages, const Target&) {
   std::vector<Stage*> spread;
-  int64_t bytes = 0;  // of a place
+  int64_t bytes = 0;  // per place
   for (Stage& stage : stages) {
     auto* const body = std::get_if<CollectiveStage>(&stage.body);
     if (body == nullptr) continue;
@@ -101,13 +101,14 @@ std::vector<Stage> lower_collectives(Graph& graph, std::vector<Stage> stages, co
     body.number = static_cast<int>(i) + 1;
     body.place = i % places * bytes;
     body.half = places * bytes;
-    // Reads what that one wrote: so it waits for its tiles, or for whoever wrote over them since.
+    // Reading the output of the collective that many before makes this one wait for that one's tiles, or for whoever
+    // overwrote them since.
     if (places < count && i >= places / 2) {
       const auto& before = std::get<CollectiveStage>(spread[static_cast<size_t>(i - places / 2)]->body);
       spread[static_cast<size_t>(i)]->accesses.push_back({before.output, -1, false});
     }
   }
-  exchanges_of(graph, stages);  // of one group
+  exchanges_of(graph, stages);  // throws unless all are of one group
   return stages;
 }
 
@@ -117,7 +118,7 @@ Exchanges exchanges_of(const Graph& graph, const std::vector<Stage>& stages) {
     all.fingerprint = (all.fingerprint ^ word) * 0x9e3779b97f4a7c15u;
     all.fingerprint ^= all.fingerprint >> 29;
   };
-  std::map<int, std::pair<Push, int>> exchanges;  // by number; of each what it moves, a value, which tells the type
+  std::map<int, std::pair<Push, int>> exchanges;  // by number: the exchange, and a value it moves, which has the type
   for (const Stage& stage : stages) {
     if (const auto* one = std::get_if<CollectiveStage>(&stage.body); one != nullptr && one->ranks > 0)
       exchanges[one->number] = {{stage.node, one->ranks, one->number, one->place, one->half, 0, stage.extent},

@@ -1,9 +1,9 @@
 // Collectives as tasks of a GPU's loop kernel, spread over its workers (kernels/cuda/loop/collective.cuh).
 //
-// A tile is a range of the elements that each rank has: each rank pushes it to the others as packets, waits for theirs
-// and combines them. Where the packets of a collective lie depends on the graph alone; ranks need not cut alike. A
-// small one is cut as what makes its input (tile_cuts.cpp), so that who made a tile pushes it, and waits for peers
-// alone.
+// A tile is a range of the elements that each rank has. Each rank pushes its range to the others as packets, waits for
+// theirs, and combines them. The place of a collective's packets depends on the graph alone, so ranks may cut
+// differently. A small collective is cut like its input's producer (tile_cuts.cpp): the worker that made a tile pushes
+// it, and waits for peers only.
 #pragma once
 
 #include <cstdint>
@@ -15,16 +15,16 @@
 
 namespace ark::compiler {
 
-// Adds values to the graph. Collectives whose node has no attribute `ranks` stay as they are, for the host to run.
-// Throws Error(invalid_argument) for what cannot be spread.
+// Adds values to the graph. Collectives whose node has no attribute `ranks` are unchanged and run by the host. Throws
+// Error(invalid_argument) for a collective that cannot be spread.
 std::vector<Stage> lower_collectives(Graph& graph, std::vector<Stage> stages, const Target& target);
 
-// What the ranks of the group that all spread collectives are of must have in common. `ranks` 0: there are none.
+// What all ranks of the spread collectives' single group must agree on. `ranks` 0: there are no spread collectives.
 struct Exchanges {
-  int64_t group = -1;  // of the region's
+  int64_t group = -1;  // index among the region's groups
   int ranks = 0;
-  int64_t bytes = 0;         // of packets that come to each rank
-  uint64_t fingerprint = 0;  // of operators, types, sizes and places, in their order
+  int64_t bytes = 0;         // packet bytes that each rank receives
+  uint64_t fingerprint = 0;  // hash of operators, types, sizes and places, in order
 };
 Exchanges exchanges_of(const Graph& graph, const std::vector<Stage>& stages);
 

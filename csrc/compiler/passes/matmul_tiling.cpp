@@ -1,4 +1,4 @@
-// See matmul_tiling.hpp.
+// Splits products into blocks of rows and sets the grain of their columns. See matmul_tiling.hpp.
 #include "compiler/passes/matmul_tiling.hpp"
 #include "compiler/graph/stage_queries.hpp"
 #include "compiler/schedule/matmul_tile.hpp"
@@ -13,10 +13,10 @@ namespace ark::compiler {
 
 namespace {
 
-constexpr int64_t kMatvecColumns = 8;   // that a warp takes together there
-constexpr int64_t kAcrossColumns = 32;  // where lanes run along the columns
+constexpr int64_t kMatvecColumns = 8;   // columns that a warp takes together in the kernel for few rows
+constexpr int64_t kAcrossColumns = 32;  // the same where lanes run along the columns
 
-// Rows [begin, end) of the last dimension but one; all where there is one for all.
+// A view of rows [begin, end) of the last dimension but one; the value itself if it has one row for all.
 int rows_of(Graph& graph, int index, int64_t begin, int64_t end) {
   Value value = graph.values()[index];
   const size_t dim = value.shape.size() - 2;

@@ -1,11 +1,10 @@
-// Matrix products cut for a GPU.
+// Cuts matrix products for a GPU.
 //
-// A stage's axis cuts columns or rows, as suits threads of a CPU: columns by cache lines, so that a result's line has
-// one writer, and many rows by rows. A GPU has more workers than many a product has lines, writes through to a cache
-// that all share, and computes in tiles of rows and columns. So here a product of few rows is cut by columns as finely
-// as its kernel works, and one of many becomes several stages, of blocks of rows, each cut by columns. Large tiles read
-// less for what they compute, small ones occupy more workers: the tile's shape is the one whose waves of tiles are
-// estimated to end first.
+// Stages are first cut as suits CPU threads: along columns in cache lines, so that each line of the result has one
+// writer, or, with many rows, along rows. A GPU has more workers than many products have such lines, writes through to
+// a shared cache, and computes tiles of rows and columns. Here a product of few rows is cut along columns as finely as
+// its kernel works. One of many rows becomes several stages, one per block of rows, each cut along columns. Large tiles
+// read less per operation, small tiles occupy more workers: the tile shape chosen is the one estimated to finish first.
 #pragma once
 
 #include <vector>
@@ -15,8 +14,8 @@
 
 namespace ark::compiler {
 
-// Adds values to the graph. Other stages stay as they are, and so do products that are cut by batch. A tile's shape
-// that is chosen already is kept.
+// Adds values to the graph. Other stages are unchanged, and so are products cut by batch. Keeps a tile shape that is
+// already set.
 std::vector<Stage> tile_matmuls(Graph& graph, std::vector<Stage> stages, const Target& target);
 
 }  // namespace ark::compiler

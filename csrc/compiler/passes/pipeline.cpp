@@ -1,4 +1,4 @@
-// See pipeline.hpp.
+// The table of passes, which docs/design.md shows, and the loop that runs them. See pipeline.hpp.
 #include "compiler/passes/pipeline.hpp"
 
 #include <string>

@@ -1,8 +1,7 @@
-// The compiler's passes in the order in which they run: from a graph to a plan that is verified and ready to be
-// emitted.
+// The compiler's passes in the order in which they run, from a graph to a verified plan that is ready to be emitted.
 //
-// The table in pipeline.cpp is the pipeline: nothing runs that does not stand there, and nothing behind `verify`.
-// Passes of the first phase rewrite stages, those of the second schedule them; each leaves what its row says.
+// The table in pipeline.cpp is the whole pipeline; nothing runs after `verify`. Passes of the first phase rewrite
+// stages, those of the second schedule them. Each row states what holds after its pass.
 #pragma once
 
 #include <cstdint>
@@ -14,36 +13,36 @@
 
 namespace ark::compiler {
 
-// What passes work on.
+// The state that passes transform.
 struct Compilation {
-  Plan plan;                  // its graph and stages first, then tasks, events, memory
-  std::vector<bool> own;      // by buffer: one copy a worker; from the schedule on
-  std::vector<bool> packets;  // by buffer: travels as packets; from choose_packets on
+  Plan plan;                  // first its graph and stages, then tasks, events and memory
+  std::vector<bool> own;      // by buffer: each worker has a copy; set by the schedule pass
+  std::vector<bool> packets;  // by buffer: travels as packets; set by choose_packets
 };
 
 struct Pass {
   enum class Phase : uint8_t { stages, schedule };
   enum class On : uint8_t { all, gpu };
-  enum class Steps : uint8_t { any, one, several };  // in a launch
+  enum class Steps : uint8_t { any, one, several };  // steps per launch
 
   const char* name;
   Phase phase;
   On on;
   Steps steps;
   void (*run)(Compilation&);
-  const char* leaves;  // what holds afterwards, for people
+  const char* leaves;  // what holds afterwards, for reports
 
   bool takes(const Plan& plan) const;
 };
 
 std::span<const Pass> pipeline();
 
-// Called after each pass that ran; its number counts the table's rows from 1.
+// Called after each pass that ran, with its row number in the table, from 1.
 using PassObserver = std::function<void(const Pass& pass, int number, const Compilation& now)>;
 
-// Throws Error(invalid_argument): a graph that is not valid, a target without workers or pages.
+// Throws Error(invalid_argument) if the graph is invalid or the target has no workers or pages.
 Plan make_plan(Graph graph, const Target& target, bool multi_step = false, const PassObserver& observer = nullptr);
-// The same from stages made elsewhere (tests).
+// The same from given stages (for tests).
 Plan plan_stages(Graph graph, std::vector<Stage> stages, const Target& target, bool multi_step = false);
 
 }  // namespace ark::compiler

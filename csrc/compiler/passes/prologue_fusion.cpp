@@ -1,3 +1,4 @@
+// Pairs each replica with the product task after it, and moves waits and signals so that the pair acts as one task.
 // See prologue_fusion.hpp.
 #include "compiler/passes/prologue_fusion.hpp"
 #include "compiler/graph/stage_queries.hpp"
@@ -10,7 +11,7 @@ namespace ark::compiler {
 
 namespace {
 
-// Whatever reports a failure would name the second half.
+// A program that can fail stays separate: a failure report would name the second half.
 bool may_fail(const RowProgram& program) {
   using Kind = RowProgram::Instruction::Kind;
   return std::any_of(program.code.begin(), program.code.end(), [](const RowProgram::Instruction& one) {
@@ -44,8 +45,8 @@ void fuse_prologues(Plan& plan) {
       if (!first.replica || then.replica || !may_begin(plan.graph, plan.stages[first.stage], plan.stages[then.stage]))
         continue;
       if (std::any_of(then.waits.begin(), then.waits.end(), [&](int event) { return plan.events[event].packets; }))
-        continue;  // it polls them itself
-      // Others may need the first half's signals for what the second half waits for.
+        continue;  // it polls the packets itself
+      // Otherwise the first half's signals would come after waits that may depend on them: a deadlock.
       if (!first.signals.empty() && !(then.waits.empty() && then.carried.empty())) continue;
       const auto move = [](std::vector<int>& from, std::vector<int>& to) {
         for (const int event : from)
@@ -71,7 +72,7 @@ const std::vector<int>& waits_of(const Plan& plan, int task) {
 
 Queue in_one_go(const Plan& plan, const Queue& queue) {
   Queue all;
-  std::vector<int> whole(plan.tasks.size(), -1);  // of a first half
+  std::vector<int> whole(plan.tasks.size(), -1);  // by first half: its task
   for (const int task : queue.tasks) {
     if (const int head = plan.tasks[task].head; head >= 0) {
       whole[head] = task;

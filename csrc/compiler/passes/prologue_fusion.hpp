@@ -1,6 +1,6 @@
-// Replicas in front of products of few rows become the first half of the products' tasks (Task::head) in a GPU's plan:
-// a norm that every worker computes for itself is followed there by that worker's columns of the product. Between the
-// two nothing is waited for, so they need not be two tasks, and the rows need not leave the SM.
+// Prologue fusion, in a GPU's plan: a replica in front of a product of few rows becomes the first half of the product's
+// task (Task::head). For example, a norm that every worker computes for itself is followed by that worker's columns of
+// the product. Nothing is awaited between the two, so one task suffices and the rows stay in the SM.
 #pragma once
 
 #include <vector>
@@ -9,21 +9,22 @@
 
 namespace ark::compiler {
 
-// When all events are known. What a second half waited for its first half waits for from now on, and what that one
-// signalled the second half signals.
+// Runs when all events are known. The first half takes over the second half's waits; the second half takes over the
+// first half's signals.
 void fuse_prologues(Plan& plan);
 
-// What a task waits for before it begins, first half or not.
+// The events that a task waits for before it starts, including those of its first half.
 const std::vector<int>& waits_of(const Plan& plan, int task);
 
-// The queue without tasks that are first halves; what is loaded for those is for the whole.
+// The queue without the first halves as tasks of their own. Their loads go to the whole task.
 Queue in_one_go(const Plan& plan, const Queue& queue);
 
-// The stage that all tasks of `stage` begin with; -1: there is none.
+// The stage with which all tasks of `stage` start; -1 if there is none.
 int head_stage(const Plan& plan, int stage);
 
-// Buffers that are written by first halves and read by the second halves of the same tasks, and touched by nothing else
-// but replicas that nobody reads: at most `most` bytes. Of which stage is the second half.
+// Buffers that need not leave the SM: first halves write them, the second halves of the same tasks read them, and
+// nothing else touches them but replicas without readers. At most `most` bytes in total. `stage` is the second
+// halves' stage.
 std::vector<int> kept_in(const Plan& plan, int stage, int64_t most);
 
 }  // namespace ark::compiler

@@ -1,8 +1,8 @@
-// See scatter_fusion.hpp.
+// Fuses a program into the scatter that copies its result; see scatter_fusion.hpp.
 //
-// The program's stores into the scatter's source become stores through the index (stage.hpp). That needs each of the
-// program's dimensions to walk one dimension of the source, since the base has those dimensions with other strides;
-// nobody else to touch the source; and nothing between the two stages that depends on the first.
+// The program's stores to the scatter's source become indexed stores (stage.hpp). Each dimension of the program must
+// walk one dimension of the source, as the base has the same dimensions with other strides; no other stage may touch
+// the source; and no stage in between may depend on the program.
 #include "compiler/passes/scatter_fusion.hpp"
 
 #include <algorithm>
@@ -43,7 +43,7 @@ class ScatterFuser {
  private:
   const Value& value(int index) const { return graph_.values()[index]; }
 
-  // The program that makes all of the scatter's source, and may run where the scatter does; -1: there is none.
+  // The program that makes the scatter's whole source and may move to the scatter's place; -1 if there is none.
   int writer(const ScatterStage& scatter, size_t at) const {
     const Value& source = value(scatter.source);
     const bool plain = !scatter.along && !scatter.accumulate && source.shape[scatter.dim] == 1 &&
@@ -101,16 +101,16 @@ class ScatterFuser {
     return stage;
   }
 
-  // Of a store into the source: the same elements of the base, at position 0, and the positions behind.
+  // Redirects a store to the source: to the same elements of the base at position 0, indexed by position.
   bool redirect(const RowProgram& program, const ScatterStage& scatter, Instruction& store) {
     const Value &source = value(scatter.source), &base = value(scatter.base);
     const size_t rank = source.shape.size();
-    std::vector<size_t> order(rank);  // by falling strides; the source does not overlap itself
+    std::vector<size_t> order(rank);  // by decreasing stride; the source does not overlap itself
     std::iota(order.begin(), order.end(), size_t{0});
     std::stable_sort(order.begin(), order.end(),
                      [&](size_t a, size_t b) { return source.strides[a] > source.strides[b]; });
     Shape last(rank, 0);  // the last index of each dimension that the program reaches
-    // Takes `distance` (of each of `count` steps) apart: into one dimension's steps, or, where it may, several's.
+    // Splits `distance`, taken `steps` times, into steps of one dimension or, with `several`, of more than one.
     const auto walk = [&](int64_t distance, int64_t steps, bool several, int64_t& in_base) {
       in_base = 0;
       for (const size_t d : order) {

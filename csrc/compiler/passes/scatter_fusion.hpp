@@ -1,4 +1,5 @@
-// What a row program computes only for a scatter to copy it goes straight to where the index says: one stage of two.
+// Scatter fusion: a row program whose result only a scatter copies stores directly to the indexed position, which makes
+// one stage of two.
 #pragma once
 
 #include <vector>
@@ -8,7 +9,7 @@
 
 namespace ark::compiler {
 
-// One position, as a decoding step writes its keys: of several the last must win, which takes an order.
+// Applies to a single position, as when decoding writes its keys. With several the last must win, which takes an order.
 std::vector<Stage> fuse_scatters(Graph& graph, std::vector<Stage> stages, const Target& target);
 
 }  // namespace ark::compiler

@@ -1,4 +1,4 @@
-// See split_k.hpp.
+// Estimates whether splitting a product along its depth pays, and makes the parts. See split_k.hpp.
 #include "compiler/passes/split_k.hpp"
 #include "compiler/graph/stage_queries.hpp"
 #include "compiler/schedule/matmul_tile.hpp"
@@ -16,13 +16,13 @@ namespace {
 
 using Kind = RowProgram::Instruction::Kind;
 
-constexpr int64_t kMostDepthParts = 5;   // beside more a row program has no registers
-constexpr int64_t kDepthUnit = 64;       // that the kernel multiplies at once
-constexpr double kPartBytesPerUs = 8e6;  // of results, written and read again, on an H200
-constexpr double kWorthUs = 1;           // that more stages must save
-constexpr int64_t kPieceBytes = 16;      // that are loaded at once: each part begins at a multiple
+constexpr int64_t kMostDepthParts = 5;   // a row program has no registers for more
+constexpr int64_t kDepthUnit = 64;       // depths that the kernel multiplies at once
+constexpr double kPartBytesPerUs = 8e6;  // bytes of partial results written and read again, on an H200
+constexpr double kWorthUs = 1;           // time that the extra stages must save
+constexpr int64_t kPieceBytes = 16;      // loaded at once: each part starts at a multiple
 
-// Whether parts of it can be added up: halves, and a result without gaps that is all of a temporary.
+// Whether its parts can be summed: half types, and a dense result that fills a temporary.
 bool has_parts(const Graph& graph, const MatmulStage& product) {
   const Value &a = graph.values()[product.a], &out = graph.values()[product.out];
   const Buffer& buffer = graph.buffers()[out.buffer];
@@ -35,7 +35,7 @@ bool has_parts(const Graph& graph, const MatmulStage& product) {
          elements * size_of(ScalarType::f32) % kPieceBytes == 0;
 }
 
-// The row program behind it that alone reads the buffer, element by element, and no other parts; else -1.
+// The later row program that alone reads the buffer, element by element, and no other parts; else -1.
 int only_reader(const Graph& graph, const std::vector<Stage>& stages, int at, int buffer) {
   int reader = -1;
   for (int other = 0; other < static_cast<int>(stages.size()); ++other) {
@@ -49,13 +49,13 @@ int only_reader(const Graph& graph, const std::vector<Stage>& stages, int at, in
   const auto* program = reader < 0 ? nullptr : std::get_if<RowProgram>(&stages[reader].body);
   if (program == nullptr) return -1;
   for (const auto& one : program->code) {
-    if (one.parts.count > 1) return -1;  // registers are for the parts of one
+    if (one.parts.count > 1) return -1;  // registers suffice for the parts of one value
     if (one.kind == Kind::load && one.scalar && graph.values()[one.value].buffer == buffer) return -1;
   }
   return reader;
 }
 
-// Depths [begin, end) of dimension `dim`.
+// A view of depths [begin, end) of dimension `dim`.
 int depths_of(Graph& graph, int index, size_t dim, int64_t begin, int64_t end) {
   Value value = graph.values()[index];
   value.offset += begin * value.strides[dim];
@@ -81,8 +81,8 @@ DepthParts choose_parts(const Graph& graph, const MatmulStage& product, int work
   return best;
 }
 
-// The reader's loads of the result become sums of `count` parts in buffer `sums`, which lie as the result did, part
-// after part.
+// Turns the reader's loads of the result into sums of `count` parts in buffer `sums`. Each part has the result's
+// layout, one after the other.
 void read_parts(Graph& graph, Stage& reader, const Value& result, int sums, int64_t count) {
   const int64_t apart = result.elements();
   std::map<int, int> views;

@@ -1,9 +1,9 @@
-// Products whose tiles are fewer than the workers, cut along their depth ("split-K").
+// Split-K: products with fewer tiles than workers are cut along their depth.
 //
-// Of a large tile less is read for what it computes, but a product that is deep and narrow has few of them. Here it
-// becomes several products, of parts of the depth, each with a result of its own in float32; the stage that reads the
-// result (a residual with its norm, say) adds these up as it loads an element, in order, and rounds the sum once, as
-// the product would have. So there is no stage in between, and bits depend on shapes and the number of workers alone.
+// Large tiles read less per operation, but a deep and narrow product has few of them. Such a product becomes several,
+// one per part of the depth, each with a float32 result. The stage that reads the result (a residual with its norm, for
+// example) adds the parts in order as it loads an element, and rounds the sum once, as the product would have. No stage
+// is added in between, and bits depend only on shapes and the number of workers.
 #pragma once
 
 #include <vector>
@@ -13,7 +13,8 @@
 
 namespace ark::compiler {
 
-// Adds values and buffers to the graph. Only what one row program alone reads is cut; other stages stay as they are.
+// Adds values and buffers to the graph. Applies only if a single row program reads the product's result; other stages
+// are unchanged.
 std::vector<Stage> split_k(Graph& graph, std::vector<Stage> stages, const Target& target);
 
 }  // namespace ark::compiler

@@ -1,4 +1,5 @@
-// See split_kv.hpp.
+// Chooses the blocks of positions, and makes the partial attention stages and the stage that combines them. See
+// split_kv.hpp.
 #include "compiler/passes/split_kv.hpp"
 #include "compiler/graph/stage_queries.hpp"
 
@@ -11,10 +12,10 @@ namespace ark::compiler {
 
 namespace {
 
-constexpr int64_t kMostParts = 16;     // that are combined: lanes of half a warp
-constexpr int64_t kPassBytes = 32768;  // of keys, which the threads of a block load at once
+constexpr int64_t kMostParts = 16;     // combined by the lanes of half a warp
+constexpr int64_t kPassBytes = 32768;  // bytes of keys that a block's threads load at once
 
-// Positions of a part: enough to keep a block of threads busy, and no more parts than give every worker a tile.
+// Positions per part: enough to keep a block of threads busy, and no more parts than give every worker a tile.
 int64_t positions_of_part(const Graph& graph, const Stage& stage, const AttentionStage& attention, int workers) {
   const Value &k = graph.values()[attention.k], &v = graph.values()[attention.v];
   const int64_t positions = k.shape[2];
@@ -26,7 +27,7 @@ int64_t positions_of_part(const Graph& graph, const Stage& stage, const Attentio
   return (even + least - 1) / least * least;
 }
 
-// A temporary of float32 without gaps.
+// A dense float32 temporary.
 Value temporary(Graph& graph, const Shape& shape) {
   Value value;
   value.shape = shape;
@@ -38,7 +39,7 @@ Value temporary(Graph& graph, const Shape& shape) {
   return value;
 }
 
-// Indices [begin, end) of the dimension; all where there is one for all.
+// A view of indices [begin, end) of the dimension; all of it if its length is 1.
 int cut(Graph& graph, Value value, size_t dim, int64_t begin, int64_t end) {
   if (value.shape[dim] > 1) {
     value.offset += begin * value.strides[dim];
@@ -47,7 +48,7 @@ int cut(Graph& graph, Value value, size_t dim, int64_t begin, int64_t end) {
   return view_value(graph, value);
 }
 
-// Of a value whose first dimension counts parts.
+// One part of a value whose first dimension counts parts.
 int part_of(Graph& graph, Value value, int64_t part) {
   value.offset += part * value.strides[0];
   value.shape.erase(value.shape.begin());
@@ -97,7 +98,7 @@ std::vector<Stage> split_kv(Graph& graph, std::vector<Stage> stages, const Targe
       if (body.mask >= 0) body.mask = cut(graph, graph.values()[attention->mask], 3, begin, end);
       body.out = part_of(graph, sums, index);
       body.states = part_of(graph, states, index);
-      // In the order in which accesses were given: queries, keys, values, mask, result.
+      // Accesses are in the order queries, keys, values, mask, result.
       part.accesses[1].value = body.k;
       part.accesses[2].value = body.v;
       if (body.mask >= 0) part.accesses[3].value = body.mask;

@@ -1,4 +1,4 @@
-// See split_queries.hpp.
+// Chooses the blocks of query rows and makes one stage per block. See split_queries.hpp.
 #include "compiler/passes/split_queries.hpp"
 
 #include <algorithm>
@@ -10,11 +10,11 @@ namespace ark::compiler {
 
 namespace {
 
-constexpr int64_t kTileRows = 64;  // of all heads that share keys, that the device library takes together
+constexpr int64_t kTileRows = 64;  // query rows, over all heads that share keys, of one tile of the attention kernel
 constexpr int64_t kFewRows =
-    16;  // that it computes in another way: no block has so few, or bits would depend on blocks
+    16;  // up to this many the kernel uses another algorithm: blocks as small would make bits depend on the cut
 
-// Rows [begin, end) of dimension 2; all where there is one for all.
+// A view of rows [begin, end) of dimension 2; the value itself if it has one row for all.
 Value rows_of(Value value, int64_t begin, int64_t end) {
   if (value.shape[2] == 1) return value;
   value.offset += begin * value.strides[2];
@@ -22,7 +22,7 @@ Value rows_of(Value value, int64_t begin, int64_t end) {
   return value;
 }
 
-// Query rows of a block: as few as give every worker a tile, in whole tiles of the device library.
+// Query rows per block: as few as give every worker a tile, in whole tiles of the kernel.
 int64_t block_rows(const Graph& graph, const Stage& stage, const AttentionStage& attention, int workers) {
   const Value &q = graph.values()[attention.q], &k = graph.values()[attention.k];
   const int64_t queries = q.shape[2], heads = q.shape[1] / k.shape[1];

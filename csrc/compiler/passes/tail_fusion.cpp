@@ -1,4 +1,4 @@
-// See tail_fusion.hpp.
+// Joins pointwise stages to the product stage whose columns they read. See tail_fusion.hpp.
 #include "compiler/passes/tail_fusion.hpp"
 
 #include <algorithm>
@@ -16,10 +16,10 @@ namespace {
 using Instruction = RowProgram::Instruction;
 using Kind = Instruction::Kind;
 
-constexpr int64_t kMostRowsOfHead = 16;  // of products that are cut by columns alone
+constexpr int64_t kMostRowsOfHead = 16;  // of products that are cut by columns only
 constexpr size_t kMostTails = 3;
 
-// Products of few rows.
+// The products of a stage, if they have few rows and are cut by columns.
 std::vector<MatmulStage> products_of(const Stage& stage) {
   if (const auto* several = std::get_if<ProductsStage>(&stage.body)) return several->products;
   const auto* one = std::get_if<MatmulStage>(&stage.body);
@@ -33,7 +33,7 @@ bool touches(const Graph& graph, int value, int other) {
          overlap(box_of(graph.values()[value]), box_of(graph.values()[other]));
 }
 
-// Whether tiles that cut dimension `axis` load of the head's results what the head's own tile has written.
+// Whether tiles cut along `axis` load only those of the head's results that the head's own tile wrote.
 bool loads_own(const Graph& graph, const Stage& head, const RowProgram& program, int axis) {
   const Stage whole{.extent = head.extent};
   const auto part = [&](int value, int dimension) { return box_of(graph, whole, {value, dimension}, 0, 1); };
@@ -51,7 +51,7 @@ bool loads_own(const Graph& graph, const Stage& head, const RowProgram& program,
   return true;
 }
 
-// The dimension that tiles of the head may cut; -1: none.
+// The dimension along which the head's tiles may cut the program; -1: none.
 int axis_for(const Graph& graph, const Stage& head, const RowProgram& program) {
   for (const Instruction& one : program.code)
     if (one.kind == Kind::reduce || (one.kind == Kind::store && one.scalar) || one.parts.count > 1) return -1;
@@ -65,7 +65,7 @@ int axis_for(const Graph& graph, const Stage& head, const RowProgram& program) {
   return -1;
 }
 
-// The last stage before `end` that writes something of what the value shows; -1: none.
+// The last stage before `end` that writes part of what the value shows; -1: none.
 int writer_before(const Graph& graph, const std::vector<Stage>& stages, size_t end, int value) {
   for (size_t index = end; index-- > 0;)
     for (const Access& access : stages[index].accesses)
@@ -105,7 +105,7 @@ class Joiner {
     bool reads = false;
     for (const Access& access : then.accesses) {
       if (access.write) {
-        // Nothing of the head's is overwritten, not even by its own tile: others read its rows.
+        // The stage may overwrite nothing of the head's, not even its own tile's: other tiles read the head's rows.
         for (const Access& other : first.accesses)
           if (touches(graph_, access.value, other.value)) return false;
       } else if (written_by(first, access.value)) {
@@ -145,7 +145,7 @@ class Joiner {
 
   const Graph& graph_;
   std::vector<Stage> stages_;
-  std::vector<Access> added_;  // to the head, when all have been looked at
+  std::vector<Access> added_;  // the head's new accesses, kept apart while written_by() asks about the old ones
 };
 
 }  // namespace

@@ -1,5 +1,5 @@
-// How a region is made (box.hpp): planned, compiled, its collectives bound to their groups. Its calls are in
-// region_calls.cpp, the checks of their inputs in region_inputs.cpp.
+// Construction of a region (region.hpp): plans, compiles, and binds collectives to their groups. Calls are in
+// region_calls.cpp, input checks in region_inputs.cpp.
 #include "compiler/region/region.hpp"
 #include "compiler/inspect/dump_passes.hpp"
 #include "compiler/passes/pipeline.hpp"
@@ -39,8 +39,8 @@ at::ScalarType to_torch(ScalarType type) {
   return at::kFloat;
 }
 
-// The process's, with what is configured when the first region is compiled. Never destroyed: the settings hold a
-// function of Python, which has ended by then.
+// The process's compiler, with the settings in force when the first region is compiled. Never destroyed: the settings
+// hold a Python function, and Python has exited by then.
 jit::HostCompiler& host_compiler() {
   static auto* instance = new jit::HostCompiler(jit::settings());
   return *instance;
@@ -124,8 +124,8 @@ c10::intrusive_ptr<c10d::Backend> Region::group(int64_t number) const {
   }
 }
 
-// The group's own call, made synchronously on the caller's thread: over shared memory it runs there and then, after
-// whatever else was issued to the group, on the channels that eager collectives use.
+// Binds the group's own collective, called synchronously on the caller's thread. Over shared memory it runs right
+// there, after everything issued to the group before, on the channels of eager collectives.
 void Region::add_collective(int index, const CollectiveStage& ends) {
   const Node& node = plan_.graph.nodes()[index];
   const auto group = [this, number = node.integer("group")] { return this->group(number); };

@@ -1,12 +1,9 @@
-// A planned region as torch.compile calls it: tensors in, tensors out, the loop kernel between.
-//
-// This folder is what of the compiler knows torch. A region is compiled for shapes, strides and types; every call is
-// held against them (a mistake of a guard would be a wrong number, and the check costs a few nanoseconds a tensor).
-// Pointers are taken anew with each call, so that a parameter whose data was swapped is read where it lies now; process
-// groups are looked up by name, so that one that was destroyed and made again is the new one.
-//
-// On a GPU a call is what PyTorch's own operators are: it returns when the kernel is enqueued on the current stream of
-// the region's device, and may be captured in a CUDA graph.
+// A planned region as torch.compile calls it: tensors in, tensors out, the loop kernel in between. Only this folder of
+// the compiler knows torch. A region is compiled for shapes, strides and types, and checks them at every call: a few
+// nanoseconds per tensor guard against wrong results. Every call reads pointers again, so a parameter whose data was
+// swapped is read at its new address, and looks up process groups by name, so a group that was destroyed and made again
+// is found. On a GPU a call behaves like PyTorch's operators: it returns once the kernel is enqueued on the current
+// stream of the region's device, and may be captured in a CUDA graph.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -30,43 +27,43 @@
 namespace ark::compiler {
 
 struct RegionOptions {
-  std::string name;                 // in profiles, traces and errors
-  int device = -1;                  // which GPU; -1: the CPU
-  int workers = 0;                  // threads; 0: as many as PyTorch uses (on a GPU: blocks, one a multiprocessor)
-  std::vector<std::string> groups;  // what the graph's collectives number: names that PyTorch knows process groups by
-  // What runs a call whose group ark does not carry on GPUs; none: such a call is an error.
+  std::string name;                 // for profiles, traces and errors
+  int device = -1;                  // GPU index; -1: the CPU
+  int workers = 0;                  // threads; 0: as many as PyTorch uses (on a GPU: blocks, one per multiprocessor)
+  std::vector<std::string> groups;  // the process groups' names in PyTorch, indexed by the graph's collectives
+  // Runs a call whose group ark does not carry on GPUs. If empty, such a call is an error.
   std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> otherwise;
   bool multi_step = false;  // for run_steps()
   CacheChoice cache = CacheChoice::automatic;
-  CacheCosts caches = {};       // what was measured; `bytes` is the device's
-  std::string dump_passes;      // a folder for what each pass leaves; empty: none
-  bool measured_costs = false;  // planned with what work costs on this machine, instead of assumed figures
+  CacheCosts caches = {};       // as measured; `bytes` is set from the device
+  std::string dump_passes;      // folder for the state after each pass; empty: none
+  bool measured_costs = false;  // plan with this machine's measured costs instead of assumed ones
 };
 
-// Compiles what measures the costs of this machine, unless that was done before; so that the first region, which needs
-// it, finds it compiled. Does nothing where there is no compiler: the region will say so.
+// Compiles the measurement of this machine's costs if they are not known, so that the first region that needs them
+// finds it compiled. Does nothing without a compiler; the region will report that.
 void prepare_costs();
 
-// Whether a tensor that is written, by its position, shares a byte with another of them. Those without strided memory
-// count as apart.
+// Whether a written tensor, given by position, shares a byte with another tensor. Tensors without strided memory count
+// as disjoint.
 bool overlapping(const std::vector<at::Tensor>& tensors, const std::vector<size_t>& written);
 
 class Region {
  public:
-  // arguments[i] is the Value that input i is; results[k] the Value that spans output buffer k. Plans, validates,
+  // arguments[i] is the Value of input i; results[k] is the Value that spans output buffer k. Plans, validates,
   // compiles and loads. Throws Error.
   Region(Graph graph, std::vector<int> arguments, std::vector<int> results, const RegionOptions& options);
 
-  // One fresh tensor for every output. Throws Error(invalid_argument) for an argument that is not what was compiled
-  // for, naming it, and what the kernel found (an index out of range); what a group's collective throws.
+  // Returns a new tensor for each output. Throws Error(invalid_argument) naming an argument that does not match what
+  // was compiled, errors found by the kernel (an index out of range), and exceptions of a group's collective.
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs);
-  // The same, but where inputs share memory that the region writes, nothing is done and nothing given.
+  // The same, but returns nullopt without running anything if inputs share memory that the region writes.
   std::optional<std::vector<at::Tensor>> run_apart(const std::vector<at::Tensor>& inputs);
 
-  // A multi-step region without results: `most` steps in one launch, each on what the one before left in the inputs, or
-  // until its graph says stop; how many were done. `interrupted` is asked now and then on this thread: true ends the
-  // launch in the middle of a step (on a GPU after one), with Error(aborted), and aborts the groups, whose ranks would
-  // wait for this one.
+  // Runs a multi-step region without results: up to `most` steps in one launch, each on what the previous one left in
+  // the inputs, or until the graph says stop. Returns the number of steps done. This thread polls `interrupted`; true
+  // ends the launch within a step (on a GPU: after one) with Error(aborted), and aborts the groups, since their other
+  // ranks would wait for this one.
   uint64_t run_steps(const std::vector<at::Tensor>& inputs, uint64_t most, const std::function<bool()>& interrupted);
 
   const Plan& plan() const { return plan_; }
@@ -74,7 +71,7 @@ class Region {
   bool from_cache() const { return cuda_ ? cuda_->kernel().from_cache : kernel_->from_cache(); }
   const CudaLoop* cuda_kernel() const { return cuda_.get(); }  // nullptr: on the CPU
   const std::string& name() const { return options_.name; }
-  // How long the kernel of the last call ran; 0 before the first, and on a GPU.
+  // Duration of the last call's kernel; 0 before the first call, and on a GPU.
   double last_kernel_us() const { return static_cast<double>(last_kernel_ns_.load(std::memory_order_relaxed)) * 1e-3; }
 
  private:
@@ -84,7 +81,7 @@ class Region {
     bool mutated = false;
     Footprint bytes;
   };
-  // What every call holds an input against, small and side by side. Sizes, then strides, begin at extents_[first].
+  // What every call compares an input with, kept compact. Sizes, then strides, start at extents_[first].
   struct Expected {
     at::ScalarType type;
     uint32_t dims, first;
@@ -111,18 +108,18 @@ class Region {
 
   const RegionOptions options_;
   Plan plan_;
-  std::unique_ptr<CpuLoop> kernel_;  // one of the two
+  std::unique_ptr<CpuLoop> kernel_;  // one of the two is set
   std::unique_ptr<CudaLoop> cuda_;
-  std::unique_ptr<RegionRanks> ranks_;  // of a region on a GPU with collectives
+  std::unique_ptr<RegionRanks> ranks_;  // for a region on a GPU with collectives
   std::vector<Spec> inputs_, outputs_;
-  std::vector<Expected> expected_;  // of inputs_
+  std::vector<Expected> expected_;  // per input
   std::vector<int64_t> extents_;
-  std::vector<size_t> mutated_;       // of inputs_
-  mutable std::mutex apart_mutex_;    // guards the next
-  mutable std::vector<void*> apart_;  // where the inputs of a call lay that was checked
+  std::vector<size_t> mutated_;       // indices of inputs
+  mutable std::mutex apart_mutex_;    // guards apart_
+  mutable std::vector<void*> apart_;  // addresses of the last call's inputs found disjoint
   std::atomic<uint64_t> last_kernel_ns_{0};
   std::once_flag traced_once_;
-  std::shared_ptr<const TracedPlan> traced_;                                         // made when a trace asks for it
+  std::shared_ptr<const TracedPlan> traced_;                                         // created when a trace needs it
   std::map<int, std::function<void(const void* input, void* output)>> collectives_;  // by node
 };
 

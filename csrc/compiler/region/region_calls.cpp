@@ -1,5 +1,5 @@
-// Calls of box.hpp: one step, or many in one launch, on the CPU and on a GPU; in the timeline, and with what a
-// collective threw.
+// Calls of a region (region.hpp): one step or many in one launch, on the CPU and on a GPU, with the timeline and with
+// exceptions thrown by collectives.
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/record_function.h>
@@ -17,12 +17,12 @@ namespace ark::compiler {
 
 namespace {
 
-// What a collective of the step that runs on this thread threw.
+// The exception of a collective in the step that this thread runs.
 thread_local std::exception_ptr collective_failure;
 
 }  // namespace
 
-// On the thread that called run(), which takes the exception from here.
+// Runs on the thread that called run(), which rethrows the stored exception.
 bool Region::run_collective(void* region, int32_t node, const void* input, void* output) {
   try {
     static_cast<Region*>(region)->collectives_.at(node)(input, output);
@@ -33,7 +33,7 @@ bool Region::run_collective(void* region, int32_t node, const void* input, void*
   }
 }
 
-// Steps that fail are in the trace too, as far as they came.
+// Failed steps are traced too, as far as they got.
 template <class Run>
 void Region::traced(Run&& run) {
   Trace* trace = Trace::current();
@@ -52,7 +52,7 @@ void Region::traced(Run&& run) {
   leave();
 }
 
-// What a collective threw goes on from here, rather than the kernel's report of it.
+// Rethrows a collective's exception in place of the kernel's report of it.
 template <class Launch>
 void Region::launch(const std::vector<at::Tensor>& inputs, Launch&& call) {
   bump_versions(inputs);
@@ -64,7 +64,7 @@ void Region::launch(const std::vector<at::Tensor>& inputs, Launch&& call) {
   }
 }
 
-// False, and nothing done, on all ranks: their group does not exchange packets.
+// Returns false on all ranks, without running anything, if their group does not exchange packets.
 bool Region::run_cuda(const std::vector<at::Tensor>& inputs, void* const* pointers, void* const* results) {
   const CurrentContext context(options_.device);
   const auto step = [&](CUstream stream, const loop::Ranks* ranks) {
@@ -110,7 +110,7 @@ void Region::fail_carried() const {
               ErrorContext{-1, -1, "", 0, "Give it options={\"fallback\": True}."});
 }
 
-// Not in the timeline: stamps are of one step.
+// Not in the timeline, as stamps cover one step.
 uint64_t Region::run_cuda_steps(const std::vector<at::Tensor>& inputs, uint64_t most,
                                 const std::function<bool()>& interrupted) {
   const std::vector<void*> pointers = pointers_of(inputs);

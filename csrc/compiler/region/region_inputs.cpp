@@ -1,5 +1,4 @@
-// What a call's inputs are held against (box.hpp): what was compiled for, and that they lie apart where the region
-// writes.
+// Checks of a call's inputs (region.hpp): they must match what was compiled, and be disjoint where the region writes.
 #include <c10/core/InferenceMode.h>
 
 #include <cstdint>
@@ -22,7 +21,7 @@ std::string text_of(const List& list) {
   return text + "]";
 }
 
-// Reads a byte of each cache line of an object, if there is one. No read waits for another.
+// Reads a byte of each of the object's cache lines. The reads do not depend on each other.
 template <class T>
 void touch(const T* object) {
   if (object == nullptr) return;
@@ -41,7 +40,7 @@ bool Region::is_as_expected(const at::Tensor& input, const Expected& spec) const
          input.sizes() == sizes && input.strides() == strides;
 }
 
-// Of an input that is not as expected: throws, unless only strides differ that mean nothing.
+// Called for an unexpected input. Throws, unless only irrelevant strides differ.
 void Region::check(size_t i, const at::Tensor& input) const {
   const Spec& spec = inputs_[i];
   const auto fail = [&](const std::string& what) {
@@ -55,15 +54,15 @@ void Region::check(size_t i, const at::Tensor& input) const {
     fail(std::string("is ") + c10::toString(input.scalar_type()) + ", not " + c10::toString(spec.type));
   if (input.sizes() != at::IntArrayRef(spec.sizes))
     fail("has the shape " + text_of(input.sizes()) + ", not " + text_of(spec.sizes));
-  // The stride of a dimension of one element (or of none) means nothing.
+  // The stride of a dimension of length 1, or of an empty tensor, is irrelevant.
   for (size_t d = 0; d < spec.sizes.size() && input.numel() > 0; ++d) {
     if (spec.sizes[d] > 1 && input.stride(d) != spec.strides[d])
       fail("has the strides " + text_of(input.strides()) + ", not " + text_of(spec.strides));
   }
 }
 
-// Checks, and takes the addresses. Tensors and their storages lie scattered, and what ran before has left few of them
-// in near caches: all are touched first, since the check's branches would wait for them one by one.
+// Checks the inputs and returns their addresses. Tensors and storages are scattered and mostly evicted from near
+// caches, so all are touched first; otherwise the check's branches would wait for them one by one.
 std::vector<void*> Region::pointers_of(const std::vector<at::Tensor>& inputs) const {
   if (inputs.size() != inputs_.size())
     throw Error(ErrorKind::invalid_argument, options_.name + " takes " + std::to_string(inputs_.size()) +
@@ -80,9 +79,9 @@ std::vector<void*> Region::pointers_of(const std::vector<at::Tensor>& inputs) co
   return pointers;
 }
 
-// What is written in place must lie apart from every other argument, byte for byte: the plan orders accesses by
-// argument. (Tensors that lie interleaved, as halves of one cache may, are apart.) What was found
-// apart is remembered, since most calls bring the same again.
+// An input that is written must not share a byte with any other argument, since the plan orders accesses by argument.
+// (Interleaved tensors, such as halves of one cache, may be disjoint.) Caches the addresses found disjoint, since most
+// calls repeat them.
 bool Region::overlap(const std::vector<void*>& pointers) const {
   {
     const std::lock_guard lock(apart_mutex_);
@@ -109,8 +108,8 @@ void Region::fail_overlap() const {
               ErrorContext{-1, -1, "", 0, "Give it tensors of their own."});
 }
 
-// As any operator that writes in place: autograd must see that what it saved has changed. So it may have where the
-// kernel failed.
+// Bumps version counters as any in-place operator does, so that autograd notices changes to what it saved, including
+// those of a kernel that then fails.
 void Region::bump_versions(const std::vector<at::Tensor>& inputs) const {
   for (const size_t i : mutated_) {
     if (!inputs[i].is_inference()) {
@@ -128,7 +127,7 @@ bool overlapping(const std::vector<at::Tensor>& tensors, const std::vector<size_
     Footprint bytes;
   };
   const auto place_of = [](const at::Tensor& tensor) {
-    // As a value of bytes: a plan knows six types, a tensor may be of any.
+    // As a value of bytes: a plan knows a few types, a tensor may have any.
     const int64_t size = static_cast<int64_t>(tensor.element_size());
     Value value;
     value.type = ScalarType::boolean;

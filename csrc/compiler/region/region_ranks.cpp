@@ -1,4 +1,4 @@
-// See region_ranks.hpp.
+// Launches a region as an operation of its group, and shares packet memory at the first call. See region_ranks.hpp.
 #include "compiler/region/region_ranks.hpp"
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -40,7 +40,7 @@ RegionRanks::RegionRanks(std::string region, std::string group, c10::Device devi
       kernel_(kernel),
       met_(c10::intrusive_ptr<c10d::Backend>()) {}
 
-// A group that was made anew starts with memory that is zero, and so does the count of steps.
+// Shares memory with the group's ranks. The memory of a new group starts as zeros, so the count of steps restarts too.
 void RegionRanks::meet(CudaCommunicator& communicator, bool capturing) {
   if (capturing)
     throw Error(ErrorKind::invalid_argument,

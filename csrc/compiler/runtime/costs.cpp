@@ -1,4 +1,4 @@
-// The file behind costs.hpp.
+// Reads and writes the file of measured costs, and measures if there is none that fits. See costs.hpp.
 #include "compiler/runtime/costs.hpp"
 
 #include <charconv>
@@ -65,12 +65,12 @@ std::optional<double> number_member(const std::string& json, const std::string& 
   const char *begin = json.data() + at + start.size(), *end = json.data() + json.size();
   double value = 0;
   const auto [stop, error] = std::from_chars(begin, end, value);
-  // What is cut short is no number: something follows each.
+  // A separator follows each number; without one the number was truncated.
   if (error != std::errc() || stop == end || (*stop != ',' && *stop != '}')) return std::nullopt;
   return value;
 }
 
-// The figures of a file, where it is whole and no machine is too odd for them.
+// Reads a file's figures if it is complete and they are plausible.
 std::optional<Target> read(const std::string& text, const std::string& key, Target target) {
   if (jit::string_member(text, "schema") != "ark_costs" || jit::string_member(text, "key") != key) return std::nullopt;
   for (const Figure& one : kFigures) {
@@ -109,7 +109,7 @@ Target with_measured_costs(const Target& target, jit::HostCompiler& compiler,
 void prepare_costs(jit::HostCompiler& compiler) noexcept {
   try {
     if (compiler.cache().stores()) compiler.library(kMeasuredSource);
-  } catch (const std::exception&) {  // who needs the costs hears of it
+  } catch (const std::exception&) {  // the call that needs the costs reports the error
   }
 }
 

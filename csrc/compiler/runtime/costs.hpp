@@ -1,12 +1,10 @@
-// The measured costs of this machine, kept in the cache folder: measured once, and the same for all processes and runs
-// from then on, so that a program's plans, and with them its kernels in the cache, stay what they are.
+// This machine's costs, measured once and kept in the cache folder, so that a program's plans, and thus its cached
+// kernels, stay the same in all processes and runs.
 //
-// They are kept by processor, number of workers and the key that kernels are compiled under (headers, compiler,
-// options), in a file that people can read; one that is damaged, or another machine's, is measured again. Removing it
-// has the machine measured anew.
-//
-// Nothing else hangs on costs: results have the same bits however a plan is cut, and collectives the same order, so
-// that ranks whose figures differ still agree.
+// The file's key is the processor, the number of workers and the key under which kernels are compiled (headers,
+// compiler, options). A damaged file, or another machine's, is measured again; deleting it has the same effect. Costs
+// affect nothing else: any cut of a plan gives the same bits, and collectives keep their order, so ranks with different
+// figures still agree.
 #pragma once
 
 #include <functional>
@@ -17,12 +15,12 @@
 
 namespace ark::compiler {
 
-// `target` with its machine's costs. Where they cannot be kept (there is no cache folder) each run would have others,
-// and where measuring fails there are none: then `target` as it is, and `log` hears why.
+// `target` with this machine's costs. Returns `target` unchanged, and tells `log` why, if the costs cannot be kept
+// (without a cache folder every run would have other plans) or measuring fails.
 Target with_measured_costs(const Target& target, jit::HostCompiler& compiler,
                            const std::function<void(const std::string&)>& log);
 
-// Compiles what the first call of the above on a machine needs, and leaves it in the cache. Throws nothing.
+// Compiles what the first call of with_measured_costs() on a machine needs, and leaves it in the cache. Never throws.
 void prepare_costs(jit::HostCompiler& compiler) noexcept;
 
 }  // namespace ark::compiler

@@ -1,4 +1,4 @@
-// Memory, launches and errors behind cpu_loop.hpp.
+// Memory, launches and errors of plans on the CPU. See cpu_loop.hpp.
 #include "compiler/runtime/cpu_loop.hpp"
 
 #include <sys/mman.h>
@@ -21,7 +21,7 @@ namespace {
 
 constexpr int64_t kHugePage = int64_t{2} << 20;
 
-// Zeroed memory, aligned to a cache line, to a huge page where it is that large.
+// Zeroed memory, aligned to a cache line, or to a huge page if large enough.
 class Block {
  public:
   explicit Block(int64_t bytes) {
@@ -47,7 +47,7 @@ class Block {
   int64_t bytes_ = 0;
 };
 
-// Workers' parts do not share a cache line, nor a page's worth of prefetching.
+// Pads workers' parts so that they share neither a cache line nor adjacent lines that are prefetched together.
 int64_t apart(int64_t bytes) {
   return bytes == 0 ? 0 : (bytes + 255) / 256 * 256 + 128;
 }
@@ -63,7 +63,7 @@ struct CpuLoop::Memory {
         scratch(scratch_stride * info.workers),
         events(static_cast<int64_t>(info.events + 1) * static_cast<int64_t>(sizeof(cpu::EventCount))) {}
 
-  // After a failed step: as if none had run.
+  // Resets the set after a failed step.
   void begin_anew() {
     events.clear();
     step = 0;
@@ -76,7 +76,7 @@ struct CpuLoop::Memory {
 };
 
 CpuLoop::CpuLoop(Plan plan, jit::HostCompiler& compiler) : plan_(std::move(plan)), source_(emit_cpu(plan_)) {
-  // What the cache has may not be what this machine loads (another's libraries, an older loader): once more, compiled.
+  // A cached library may not load on this machine (other libraries, an older loader): compile it again.
   try {
     load(compiler.library(source_));
   } catch (const Error&) {
@@ -114,7 +114,7 @@ uint64_t CpuLoop::run_steps(const void* const* inputs, void* const* outputs, con
   size_t waits = 0;
   const uint64_t stamped = stamps == nullptr ? 0 : std::min(steps.most, steps.stamped);
   if (stamps != nullptr) {
-    waits = 1;  // never nullptr
+    waits = 1;  // allocate at least one element, so that the pointer is not null
     for (const Task& task : plan_.tasks) waits += task.waits.size() + task.carried.size();
     stamps->tasks.assign(plan_.tasks.size() * stamped, {});
     stamps->wait_ends.assign(waits * stamped, 0);

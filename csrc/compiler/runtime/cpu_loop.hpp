@@ -1,8 +1,8 @@
-// A plan on the CPU: emitted, compiled, loaded, and run by worker threads, step after step.
+// A plan on the CPU: emitted, compiled, loaded, and run by worker threads step after step.
 //
-// A multi-step plan may run many steps in one launch (resident mode). The thread that calls run() is worker 0. Memory
-// of a step (arena, own arenas, scratch, events) is a set that is made on first use and taken again by the next call;
-// callers at the same time have a set each. A step that fails leaves nothing behind: its set begins anew.
+// The thread that calls run() is worker 0. A multi-step plan may run many steps in one launch (resident mode). The
+// memory of a step (arena, own arenas, scratch, events) is a set that is created on first use and reused by later
+// calls; concurrent callers have a set each. After a failed step its set is reset.
 #pragma once
 
 #include <chrono>
@@ -20,34 +20,33 @@ namespace ark::compiler {
 
 class CpuLoop {
  public:
-  // Throws Error(invalid_argument) for what the CPU target cannot run, Error(system) for what the compiler says.
+  // Throws Error(invalid_argument) if the CPU target cannot run the plan, Error(system) with the compiler's messages.
   CpuLoop(Plan plan, jit::HostCompiler& compiler);
   ~CpuLoop();
 
-  // One step: inputs and outputs by argument, as the graph's buffers number them. Throws Error: out_of_range (an
-  // index), timeout (a wait that took longer than the limit). Any thread may call.
-  // `stamps`, where given, is filled in.
+  // Runs one step. `inputs` and `outputs` are indexed by argument, as the graph's buffers number them. Throws Error:
+  // out_of_range (an index), timeout (a wait that exceeded the limit). Thread-safe. Fills in `stamps` if given.
   void run(const void* const* inputs, void* const* outputs, StepStamps* stamps = nullptr);
 
-  // A multi-step plan's steps, at most so many, until a task says stop: how many were done. `interrupted`, where given,
-  // is asked now and then on this thread; true ends the launch with Error(aborted), in the middle of a step.
+  // Runs up to `most` steps of a multi-step plan, or until a task says stop. Returns the number of steps done. This
+  // thread polls `interrupted`, if given; true ends the launch within a step, with Error(aborted).
   struct Steps {
     uint64_t most = 1;
-    uint64_t stamped = 64;  // so many of them, where stamps are asked for
+    uint64_t stamped = 64;  // at most this many steps are stamped
     bool (*interrupted)(void* asker) = nullptr;
     void* asker = nullptr;
   };
   uint64_t run_steps(const void* const* inputs, void* const* outputs, const Steps& steps, StepStamps* stamps = nullptr);
 
-  // For all waits of a step together; zero: none.
+  // Limit for all waits of a step together; zero: none.
   void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
-  // What runs collectives, on the thread that calls run(). False: it failed, and the host knows why.
+  // Runs a collective, on the thread that calls run(). Returns false if it failed; the host then has the reason.
   using Collective = bool (*)(void* host, int32_t node, const void* input, void* output);
   void set_collective(Collective collective, void* host);
 
   const Plan& plan() const { return plan_; }
   const std::string& source() const { return source_; }
-  const std::string& key() const { return key_; }  // of the kernel cache
+  const std::string& key() const { return key_; }  // in the kernel cache
   bool from_cache() const { return from_cache_; }
 
  private:

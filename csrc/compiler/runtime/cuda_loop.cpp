@@ -1,4 +1,4 @@
-// Memory, launches and errors behind cuda_loop.hpp.
+// Memory, launches and errors of plans on a GPU. See cuda_loop.hpp.
 #include "compiler/runtime/cuda_loop.hpp"
 
 #include <algorithm>
@@ -18,15 +18,15 @@ namespace ark::compiler {
 
 namespace {
 
-// Of each thread: what calls between functions take.
+// Bytes of local memory per thread that calls between functions need.
 constexpr int kMostLocal = 2048;
 
 static_assert(kMostOperands <= loop::kMostOperands);
 
-// A worker that waits for another may wait for that one's peer.
+// Added to the peers' limit for waits between workers: the worker waited for may itself wait for a peer.
 constexpr std::chrono::nanoseconds kLaterThanPeers = std::chrono::minutes(1);
 
-// While a launch of many steps runs: how often the host looks whether it is over, and whether it should be.
+// While a launch of many steps runs: how often the host checks whether it has ended, and asks whether to stop it.
 constexpr auto kPoll = std::chrono::microseconds(50);
 constexpr auto kAsk = std::chrono::milliseconds(50);
 
@@ -65,7 +65,7 @@ int CudaLoop::shared_bytes() const {
   return source_.shared_bytes;
 }
 
-// Before anything is asked of the driver: a failed assertion has left it with one answer for all.
+// Called before any driver call: after a failed device assertion the driver returns the same error from every call.
 void CudaLoop::raise_if_failed() {
   const std::optional<loop::Report> found = memories_.take_failure();
   if (!found) return;
@@ -86,8 +86,8 @@ std::string CudaLoop::left() const {
   return describe_left(plan_, step_failure(StepFailure::Kind::peer, *found, timeout_));
 }
 
-// The device's clock has another beginning than the host's: the last task's end is taken for the moment in which the
-// stream was found done, which moves all by some microseconds.
+// The device's clock has another origin than the host's. The last task's end is equated with the time at which the
+// stream was found idle, which shifts all stamps by a few microseconds.
 void CudaLoop::take_stamps(StepMemory& memory, CUstream stream, uint64_t begin_ns, StepStamps& stamps) const {
   check(driver().stream_synchronize(stream), "waiting for the step to be traced");
   const uint64_t done_ns = cpu::now_ns();

@@ -1,15 +1,11 @@
-// A plan on a GPU: emitted, compiled by NVRTC, loaded, and launched on the caller's stream as one kernel a step.
+// A plan on a GPU: emitted, compiled by NVRTC, loaded, and launched on the caller's stream as one kernel per step (a
+// multi-step plan: many steps per launch, for a host that waits, see ark_torch.resident).
 //
-// Calls are asynchronous and may be captured in a CUDA graph, which may outlive the loop. Streams and captures have
-// memory of their own (step_memory.hpp).
-//
-// A plan with collectives has one set of it: its launches follow each other, in the order that all ranks issue, since
-// they are operations of the group; the count of steps is the packets' epoch.
-//
-// A multi-step plan runs many steps a launch, for a host that waits for it (ark_torch.resident).
-//
-// Nothing is zeroed between steps: events and the count of steps only grow, on the device. A launch that failed leaves
-// its set as it was; before the next one it begins anew.
+// Calls are asynchronous and may be captured in a CUDA graph, which may outlive the loop. Each stream and capture has
+// its own memory set (step_memory.hpp). A plan with collectives has a single set: its launches are operations of the
+// group, so they follow each other in the order that all ranks issue, and the count of steps is the packets' epoch.
+// Events and the count of steps only grow, on the device, and are never reset between steps. A failed launch leaves its
+// set as it was; the set is reset before its next launch.
 #pragma once
 
 #include <chrono>
@@ -34,48 +30,48 @@ namespace ark::compiler {
 
 class CudaLoop {
  public:
-  // Throws Error(invalid_argument) for what the CUDA target cannot run, or with figures for a kernel that needs more
-  // registers or shared memory than the device has; Error(system) for what the compiler or the driver says.
+  // Throws Error(invalid_argument) if the CUDA target cannot run the plan, or, with figures, if the kernel needs more
+  // registers or shared memory than the device has; Error(system) with messages of the compiler or the driver.
   CudaLoop(Plan plan, int device);
   ~CudaLoop();
 
-  // One step: inputs and outputs by argument, as the graph's buffers number them; device memory. Throws what a step
-  // before has found (out_of_range: an index; timeout: a wait), and Error(system) of the driver. Any
-  // thread may call. `stamps`, where given, is filled in, and the call returns when the step is done; not under
-  // capture. `ranks`: whom a plan with collectives exchanges packets with.
+  // Runs one step. `inputs` and `outputs` are device memory, indexed by argument as the graph's buffers number them.
+  // Throws errors found by an earlier step (out_of_range: an index; timeout: a wait), and Error(system) from the
+  // driver. Thread-safe. If `stamps` is given and the stream is not capturing, waits for the step and fills it in.
+  // `ranks`: the peers of a plan with collectives.
   void run(const void* const* inputs, void* const* outputs, CUstream stream, StepStamps* stamps = nullptr,
            const loop::Ranks* ranks = nullptr);
 
-  // A multi-step plan's steps, at most so many (or until a task says stop), in one launch; not under capture. To be
-  // waited for with what it returns, on a stream that comes after, before the next launch.
+  // Launches up to `most` steps of a multi-step plan (or until a task says stop). Not allowed under capture. Before the
+  // next launch, wait_steps() must be called with the result, on a stream ordered after this one.
   struct Launched {
     loop::Report* report = nullptr;
     uint32_t most = 0;                  // steps
-    std::chrono::nanoseconds limit{0};  // of a wait
+    std::chrono::nanoseconds limit{0};  // per wait
   };
   Launched launch_steps(const void* const* inputs, CUstream stream, uint32_t most, const loop::Ranks* ranks = nullptr);
-  // How many were done. `interrupted` is asked now and then: true ends the launch after a step, with Error(aborted).
-  // Error(timeout): the launch does not end (launch_wait.hpp).
+  // Returns the number of steps done. Polls `interrupted`; true ends the launch after a step, with Error(aborted).
+  // Throws Error(timeout) if the launch does not end (launch_wait.hpp).
   uint64_t wait_steps(const Launched& launched, CUstream stream, const std::function<bool()>& interrupted);
 
   const Exchanges& exchanges() const { return exchanges_; }
-  // A plan with collectives begins at step 1 again, in memory of a new group. Waits for the device.
+  // Restarts a plan with collectives at step 1, in the memory of a new group. Waits for the device.
   void renew();
-  // Where the last step was left that waited for a peer; empty: none was.
+  // Where the last step that gave up waiting for a peer was left; empty: none.
   std::string left() const;
 
-  // For each wait of a step; zero: none.
+  // Limit for each wait of a step; zero: none.
   void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
 
   const Plan& plan() const { return plan_; }
   const std::string& source() const { return source_.text; }
   const jit::Kernel& kernel() const { return *kernel_; }
-  int shared_bytes() const;  // of a block
+  int shared_bytes() const;  // per block
 
  private:
   void launch(StepMemory& memory, const void* const* inputs, void* const* outputs, CUstream stream, bool stamped,
               const loop::Ranks* ranks, uint32_t most);
-  std::chrono::nanoseconds limit_of(const loop::Ranks* ranks) const;  // of a wait; zero: none
+  std::chrono::nanoseconds limit_of(const loop::Ranks* ranks) const;  // per wait; zero: none
   void raise_if_failed();
   void take_stamps(StepMemory& memory, CUstream stream, uint64_t begin_ns, StepStamps& stamps) const;
 

@@ -1,4 +1,4 @@
-// See launch_wait.hpp.
+// Computes the deadlines of a launch of many steps. See launch_wait.hpp.
 #include "compiler/runtime/launch_wait.hpp"
 
 #include <algorithm>
@@ -7,7 +7,7 @@ namespace ark::compiler {
 
 namespace {
 
-// A hundred years: more would not fit the clock's nanoseconds.
+// A hundred years; the clock's nanoseconds overflow not far beyond.
 constexpr std::chrono::nanoseconds kLongest = std::chrono::hours(24 * 365 * 100);
 
 std::chrono::nanoseconds times(std::chrono::nanoseconds one, uint32_t count) {

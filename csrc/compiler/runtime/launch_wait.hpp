@@ -1,8 +1,6 @@
-// How long a host waits for a launch of many steps, which by itself ends: each wait in it has a limit.
-//
-// What may not end is what the launch cannot see: work before it on its stream, or a GPU that does not get on. So the
-// host has a limit too: of all steps as long as one wait may take, then it asks the launch to stop, as after Ctrl-C;
-// and when the step that runs then has had the time of two, the host gives up.
+// How long the host waits for a launch of many steps. Waits inside the launch have limits of their own, but work before
+// it on the stream, or a GPU that makes no progress, could hold it up forever. So the host has a limit too: one wait's
+// limit per step. After that it asks the launch to stop, as on Ctrl-C, and gives up after the time of two more waits.
 #pragma once
 
 #include <chrono>
@@ -15,12 +13,12 @@ class LaunchWait {
   using Time = std::chrono::steady_clock::time_point;
   enum class Next : uint8_t { wait, stop, give_up };
 
-  // `limit`: of a wait of the launch; zero: none, nor has the host one.
+  // `limit`: of one wait in the launch; zero: neither has a limit.
   LaunchWait(Time begin, uint32_t steps, std::chrono::nanoseconds limit);
 
-  // `stopping`: the launch has been asked to.
+  // `stopping`: the launch has been asked to stop.
   Next at(Time now, bool stopping);
-  bool overdue() const { return overdue_; }  // stop was said, or given up
+  bool overdue() const { return overdue_; }  // at() returned stop or give_up
   std::chrono::nanoseconds limit() const { return whole_; }
 
  private:

@@ -1,4 +1,4 @@
-// Queues and figures behind measure.hpp.
+// Builds the queues of measured tasks, runs them, and derives a Target's figures. See measure.hpp.
 #include "compiler/runtime/measure.hpp"
 
 #include <sys/mman.h>
@@ -23,12 +23,12 @@ namespace {
 
 constexpr int kRounds = 8;
 constexpr double kNever = std::numeric_limits<double>::infinity();
-constexpr int kEmpty = 256;  // tasks of nothing
+constexpr int kEmpty = 256;  // empty tasks
 constexpr int64_t kNumber = sizeof(float);
 
 using Function = decltype(cpu::TaskEntry::function);
 
-// That which `share` of the numbers are below.
+// The value below which `share` of the numbers are.
 double quantile(std::vector<double> of, double share) {
   const auto at = of.begin() + static_cast<int64_t>(share * static_cast<double>(of.size()));
   std::nth_element(of.begin(), at, of.end());
@@ -39,12 +39,12 @@ double microseconds(uint64_t begin, uint64_t end) {
   return static_cast<double>(end - begin) * 1e-3;
 }
 
-// Queues of tasks, once through.
+// Queues of tasks that a launch runs once through.
 class Queues {
  public:
   explicit Queues(int workers) : tasks_(static_cast<size_t>(workers)) {}
 
-  // Waits for the event `wait` and bumps `signal`; -1: none. Every event is bumped once.
+  // Adds a task that waits for event `wait` and signals event `signal`; -1: none. Each event is signalled once.
   void add(int worker, Function function, std::array<char*, 3> operands, int64_t end, int wait = -1, int signal = -1) {
     cpu::TaskEntry task{};
     task.function = function;
@@ -71,22 +71,22 @@ class Queues {
     wait_ends_.assign(waits_.size() + 1, 0);
     run(1, true);
   }
-  // The first worker's queue, so many times and without stamps, which take longer than a task of nothing: microseconds
-  // of each time.
+  // Runs the first worker's queue `steps` times without stamps, which would take longer than an empty task. Returns
+  // microseconds per run.
   double run_alone(uint64_t steps) {
     const uint64_t begin = cpu::now_ns();
     run(steps, false);
     return microseconds(begin, cpu::now_ns()) / static_cast<double>(steps);
   }
 
-  // Of all tasks, as they were added.
+  // Over all tasks.
   double median_task_us() const {
     std::vector<double> all;
     for (const cpu::Stamp& one : stamps_) all.push_back(microseconds(one.begin_ns, one.end_ns));
     return quantile(std::move(all), 0.5);
   }
 
-  // Of a ring: from the end of each task to the end of the next one's wait for it.
+  // For a ring: times from the end of each task to the end of the next one's wait for it.
   void add_handed_us(std::vector<double>& all) const {
     for (size_t i = 1; i < stamps_.size(); ++i) all.push_back(microseconds(stamps_[i - 1].end_ns, wait_ends_[i - 1]));
   }
@@ -129,14 +129,14 @@ class Queues {
   std::vector<const void*> inputs_;
   std::vector<cpu::Operand> operands_;
   std::vector<cpu::WaitFor> waits_;
-  std::vector<cpu::Stamp> stamps_;   // by task, as they were added
+  std::vector<cpu::Stamp> stamps_;   // by task, in the order added
   std::vector<uint64_t> wait_ends_;  // by wait
   std::vector<int32_t> signals_;
   int events_ = 0;
   int32_t count_ = 0;
 };
 
-// Memory for all workers, a part each, which the worker itself touches first. Pages as tensors have them.
+// A part of memory per worker, first touched by that worker. Uses pages like those of tensors.
 class Memory {
  public:
   Memory(int workers, int64_t part) : workers_(workers), part_((part + 4095) / 4096 * 4096) {
@@ -150,7 +150,7 @@ class Memory {
   Memory& operator=(const Memory&) = delete;
   char* part(int worker) const { return data_ + worker * part_; }
 
-  // From all caches, so that a little memory is as far as a lot.
+  // Evicts the memory from all caches, so that little of it measures like much.
   void evict() {
 #if defined(__x86_64__)
     on_all([](char* data, int64_t size) {
@@ -188,7 +188,7 @@ Target measured(Target target, const jit::LoadedLibrary& library) {
   const int64_t depth = shape[0], columns = shape[1], rows = shape[2];
   const int64_t matrix = depth * columns * kNumber;
   const int64_t block = rows * depth * kNumber, result = rows * columns * kNumber;
-  const int64_t third = block / 4;  // of what stays near: one of the operands of an addition
+  const int64_t third = block / 4;  // operands of additions, small enough to stay cached
   const int workers = target.workers;
   constexpr int kMatrices = 24;  // 6 MB
   Memory memory(workers, block + result + kMatrices * matrix);
@@ -209,13 +209,13 @@ Target measured(Target target, const jit::LoadedLibrary& library) {
     char* a = memory.part(0) + i * 64;
     empty.add(0, function("ark_measured_nothing"), {a, a, a}, 1);
   }
-  // One task after the other, round and round the workers.
+  // A chain of tasks that goes round the workers.
   for (int i = 0; i < 64; ++i) {
     char* a = memory.part(i % workers);
     ring.add(i % workers, function("ark_measured_nothing"), {a, a, a}, 1, i - 1, i);
   }
-  // By turns, so that what disturbs for a while disturbs few of each. Parameters come from memory, in products of few
-  // rows and of many, and all workers want it at once.
+  // Interleave the measurements, so that a disturbance affects few samples of each. Parameters are read from memory, in
+  // products of few rows and of many, by all workers at once.
   double far_us = kNever, product_us = kNever, pointwise_us = kNever, near_us = kNever, empty_us = kNever;
   std::vector<double> handed_us;
   for (int round = 0; round < kRounds; ++round) {
@@ -235,8 +235,8 @@ Target measured(Target target, const jit::LoadedLibrary& library) {
   target.pointwise_per_us = static_cast<double>(14 * third / kNumber) / pointwise_us;
   target.cached_bytes_per_us = static_cast<double>(3 * third) / near_us;
   target.task_us = empty_us;
-  // On a busy machine workers share a processor, and most waits take until one of them gives it up. Where all do, there
-  // is nothing to learn here.
+  // On a busy machine workers share a processor, and most waits last until one yields. If all do, there is nothing to
+  // learn here.
   constexpr double kSpinUs = 5;
   if (const double quick = workers > 1 ? quantile(handed_us, 0.1) : kNever; quick < kSpinUs) target.wait_us = quick;
   return target;

@@ -1,7 +1,7 @@
-// What work costs on this machine: the figures of a Target, measured with the kernels and the loop that run plans.
+// Measures what work costs on this machine (a Target's figures), with the kernels and the loop that run plans.
 //
-// Tasks of the usual kernels stand in queues made by hand, all workers at once, and stamps say what each took. A figure
-// is the median of its tasks, in the best of several launches: what else the machine does must not look like its speed.
+// Tasks with the usual kernels run in hand-made queues on all workers at once, with a stamp per task. A figure is the
+// median of its tasks, in the best of several launches, so that other load on the machine does not count as its speed.
 #pragma once
 
 #include "compiler/schedule/plan.hpp"
@@ -9,12 +9,11 @@
 
 namespace ark::compiler {
 
-// The source of those tasks, compiled as a plan's is; that takes about a second.
+// The source of those tasks, compiled like a plan's, which takes about a second.
 extern const char kMeasuredSource[];
 
-// `target` with figures for its number of workers; with one, nobody waits and wait_us stays. `library`:
-// kMeasuredSource, compiled. Takes some hundredths of a second, and 7 MB for each worker meanwhile. Throws Error where
-// a worker does not come on.
+// `target` with figures for its number of workers; with one worker, wait_us is unchanged. `library`: kMeasuredSource,
+// compiled. Takes a few hundredths of a second and 7 MB per worker. Throws Error if a worker makes no progress.
 Target measured(Target target, const jit::LoadedLibrary& library);
 
 }  // namespace ark::compiler

@@ -1,4 +1,4 @@
-// See step_failure.hpp.
+// Turns a failed step's report into an Error that names stage, tile and remedy. See step_failure.hpp.
 #include "compiler/runtime/step_failure.hpp"
 
 #include <algorithm>
@@ -22,7 +22,7 @@ std::string describe_task(const Plan& plan, int task) {
 }  // namespace
 
 std::string describe_left(const Plan& plan, const StepFailure& failure) {
-  std::string sums;  // that it may have been waiting for
+  std::string sums;  // fused sums that it may have waited for
   const auto add_sums = [&](int task) {
     for (const Access& access :
          plan.stages[static_cast<size_t>(plan.tasks[static_cast<size_t>(task)].stage)].accesses) {

@@ -1,4 +1,4 @@
-// What a step of a loop kernel that ended early tells its caller, on every target.
+// What a loop kernel's step that ended early reports to its caller, on every target, and the Error made from it.
 #pragma once
 
 #include <chrono>
@@ -16,17 +16,17 @@ struct StepFailure {
   std::chrono::milliseconds timeout{};
 };
 
-// From a target's own report, whose fields have the same names.
+// Converts a target's own report, whose fields have the same names.
 template <class Report>
 StepFailure step_failure(StepFailure::Kind kind, const Report& report, std::chrono::milliseconds timeout) {
   return {kind,         report.worker, report.task, report.stage, report.event, report.dimension,
           report.value, report.limit,  timeout};
 }
 
-// Where a step was left that waited for a peer.
+// Describes where a step that waited for a peer was left.
 std::string describe_left(const Plan& plan, const StepFailure& failure);
 
-// Throws Error: out_of_range (an index), invalid_argument (a condition that does not hold), timeout (a wait), system (a
+// Throws Error: out_of_range (an index), invalid_argument (a check that failed), timeout (a wait), system (a
 // collective), peer_lost, aborted.
 [[noreturn]] void raise_step_failure(const Plan& plan, const StepFailure& failure);
 

@@ -1,4 +1,4 @@
-// See step_memory.hpp.
+// Allocates, finds and resets the memory sets of steps. See step_memory.hpp.
 #include "compiler/runtime/step_memory.hpp"
 
 #include "cuda/graph_owned.hpp"
@@ -32,8 +32,8 @@ StepMemory::StepMemory(const Plan& plan, int64_t scratch_bytes, int device)
 StepMemories::StepMemories(const Plan& plan, int64_t scratch_bytes, int device, bool one)
     : plan_(plan), scratch_bytes_(scratch_bytes), device_(device), one_(one) {}
 
-// What still runs uses the sets. Where the driver is gone already, or refuses since somebody captures, nothing runs or
-// there is nothing better to do.
+// Running kernels use the sets, so wait for them. Errors are ignored: either the driver is gone and nothing runs, or it
+// refuses because a capture is active, and nothing better can be done.
 StepMemories::~StepMemories() {
   try {
     const RelaxedCapture relaxed;
@@ -73,8 +73,8 @@ std::optional<loop::Report> StepMemories::failure() const {
   return set == nullptr ? std::nullopt : std::optional(set->host_report());
 }
 
-// Memory too: packets of steps to come are told from those of steps that are not counted any more. Where an assertion
-// has ended the context, that is in vain.
+// Zeroes the memory too, since the count of steps restarts and old packets must not look like those of later steps. The
+// memset has no effect if an assertion has destroyed the context.
 std::optional<loop::Report> StepMemories::take_failure() {
   const std::lock_guard lock(mutex_);
   const auto [set, stream] = failed();

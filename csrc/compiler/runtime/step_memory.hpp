@@ -1,11 +1,9 @@
-// The memory that steps of a loop kernel use: arena, own arenas, scratch, events, and what the host reads of failures.
+// The memory that a loop kernel's steps use: arena, own arenas, scratch, events, and the report of failures.
 //
-// There is a set for every stream and for every capture: launches on one stream follow each other, launches of others
-// may overlap, and a captured graph may run again at any time. A stream's set lives as long as the loop. A capture's is
-// the graph's: it lives until the graph is gone, whether the loop is there or not (graph_owned.hpp).
-//
-// A plan with collectives has one set, whose launches follow each other: the loop's, and that of every graph which
-// holds a launch.
+// There is one set per stream and per capture: launches on one stream follow each other, launches on different streams
+// may overlap, and a captured graph may run at any time. A stream's set lives as long as the loop, a capture's as long
+// as the graph, even beyond the loop (graph_owned.hpp). A plan with collectives has a single set, as its launches
+// follow each other. The loop and every graph that holds a launch share it.
 #pragma once
 
 #include <cstddef>
@@ -33,23 +31,23 @@ struct StepMemory {
   const size_t events, steps, own, own_stride, scratch, scratch_stride, arena;
   const DeviceMemory data;
   const PinnedMemory report;
-  std::unique_ptr<PinnedMemory> stamps;  // made when asked for
+  std::unique_ptr<PinnedMemory> stamps;  // allocated when needed
 };
 
 class StepMemories {
  public:
-  // `plan` outlives this. `one`: a plan with collectives.
+  // `plan` must outlive this object. `one`: a single set, for a plan with collectives.
   StepMemories(const Plan& plan, int64_t scratch_bytes, int device, bool one);
   ~StepMemories();  // waits for the device
 
-  // For a launch on the stream, captured or not. Error(system): the device has no room.
+  // The set for a launch on the stream, captured or not. Throws Error(system) if the device has no room.
   std::shared_ptr<StepMemory> of(CUstream stream);
-  // What a step has found, if one has. Asks nothing of the driver.
+  // The failure that a step reported, if any. Makes no driver calls.
   std::optional<loop::Report> failure() const;
-  // The same; then its set begins anew, unless it is the one of a plan with collectives: packets of steps that were
-  // counted lie with the peers.
+  // The same, and resets the set, unless it is the single set of a plan with collectives: peers hold packets of steps
+  // already counted.
   std::optional<loop::Report> take_failure();
-  // New sets from here on. Waits for the device.
+  // Uses new sets from here on. Waits for the device.
   void renew();
 
  private:
@@ -59,9 +57,9 @@ class StepMemories {
   const int64_t scratch_bytes_;
   const int device_;
   const bool one_;
-  mutable std::mutex mutex_;                                                 // guards the next
-  std::map<std::pair<CUstream, uint64_t>, std::weak_ptr<StepMemory>> sets_;  // by stream and capture; 0: none
-  std::vector<std::shared_ptr<StepMemory>> own_;                             // those that are no graph's
+  mutable std::mutex mutex_;                                                 // guards the members below
+  std::map<std::pair<CUstream, uint64_t>, std::weak_ptr<StepMemory>> sets_;  // by stream and capture; 0: not capturing
+  std::vector<std::shared_ptr<StepMemory>> own_;                             // sets that no graph owns
 };
 
 }  // namespace ark::compiler

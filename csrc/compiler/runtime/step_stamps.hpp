@@ -1,4 +1,5 @@
-// When everything of a step happened, for traces.
+// The times at which the tasks and waits of a step happened, for traces. The loops of both targets fill them in, and
+// inspect/trace reads them.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +9,11 @@
 
 namespace ark::compiler {
 
-// Of CLOCK_MONOTONIC, in ns. 0: it did not. Of a launch's first steps, one after the other.
+// CLOCK_MONOTONIC, in ns; 0: did not happen. For a launch of several steps: of its first steps, one after the other.
 struct StepStamps {
   std::vector<cpu::Stamp> tasks;  // by task
-  // By place in the plan: the waits of its tasks one after the other, then those for the step before, and one more. On
-  // a GPU, where a task's waits are under way together: when the task began.
+  // In plan order: the waits of all tasks, then their waits for the step before, plus one unused element. On a GPU,
+  // where a task's waits run concurrently, each is the time at which the task began.
   std::vector<uint64_t> wait_ends;
 };
 

@@ -1,4 +1,4 @@
-// The pools of this process and what their threads do, behind worker_pool.hpp.
+// The process's pools and their threads. See worker_pool.hpp for the memory order.
 #include "compiler/runtime/worker_pool.hpp"
 
 #include <sched.h>
@@ -19,8 +19,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 constexpr auto kSpin = std::chrono::microseconds(100);
 
-// Spins until `done` or for kSpin; whether it is done. Soon it yields between looks: where processors are fewer than
-// threads, who is waited for may be the one that waits for this processor.
+// Spins until `done` or for at most kSpin, and returns whether it is done. Soon yields between polls: with fewer
+// processors than threads, the awaited thread may need this processor.
 template <class Done>
 bool spin_until(Done&& done) {
   for (int i = 0; i < 200; ++i) {
@@ -37,7 +37,7 @@ bool spin_until(Done&& done) {
 
 }  // namespace
 
-// Idle pools. Never destroyed: threads may sleep in them when the process ends.
+// Idle pools. Never destroyed: threads may sleep in them at process exit.
 struct WorkerPool::Registry {
   const pid_t process = ::getpid();
   std::mutex mutex;
@@ -48,7 +48,7 @@ WorkerPool::Registry& WorkerPool::registry() {
   static std::atomic<Registry*> current{nullptr};
   Registry* mine = current.load(std::memory_order_acquire);
   if (mine != nullptr && mine->process == ::getpid()) return *mine;
-  // The parent's one is left as it is: its mutex may have been held when this process was forked off.
+  // In a forked child, leave the parent's registry alone: its mutex may have been held at the fork.
   auto* made = new Registry;
   if (current.compare_exchange_strong(mine, made, std::memory_order_acq_rel)) return *made;
   delete made;
@@ -99,7 +99,7 @@ void WorkerPool::run_here(int workers, Body body, void* argument) {
   shared.generation.fetch_add(1, std::memory_order_release);
   shared.generation.notify_all();
   body(argument, 0);
-  // Threads beyond the job's workers report too: the job may not change under them.
+  // Threads beyond the job's workers report too: the job may not change while they read it.
   auto done = [&] { return shared.finished.load(std::memory_order_acquire) == threads_; };
   if (spin_until(done)) return;
   for (int seen = shared.finished.load(std::memory_order_acquire); seen != threads_;
@@ -107,13 +107,13 @@ void WorkerPool::run_here(int workers, Body body, void* argument) {
     shared.finished.wait(seen, std::memory_order_acquire);
 }
 
-// `seen` is the generation before the first job of this thread.
+// `seen` is the generation before this thread's first job.
 void WorkerPool::serve(Shared& shared, int worker, uint32_t seen) {
   for (;;) {
     auto fresh = [&] { return shared.generation.load(std::memory_order_acquire) != seen; };
     if (!spin_until(fresh))
       while (!fresh()) shared.generation.wait(seen, std::memory_order_acquire);
-    ++seen;  // no job begins before this thread has reported the one before
+    ++seen;  // no job starts before this thread has reported the last one
     if (worker < shared.workers) shared.body(shared.argument, worker);
     shared.finished.fetch_add(1, std::memory_order_release);
     shared.finished.notify_all();

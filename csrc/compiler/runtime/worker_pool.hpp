@@ -1,13 +1,13 @@
-// Threads that wait for the workers of a loop: the caller is worker 0, these are the others.
+// Threads that run the workers of a loop; the caller is worker 0.
 //
-// A pool runs one loop at a time. Who finds all pools busy (two threads that call two models) gets one more, so that no
-// loop waits for another: with collectives inside, that could be for ever. Pools and their threads stay for the next
-// call; a forked child, which has none of the threads, begins with none of the pools.
+// A pool runs one loop at a time. A caller that finds all pools busy gets a new one, so that no loop waits for another:
+// with collectives inside, it could wait forever. Pools and threads are kept for later calls; a forked child starts
+// without pools.
 //
-// Memory order. The caller writes the job, then stores the pool's generation (a release); a thread that loads the new
-// generation (an acquire) sees the job and all that the caller did before. A thread's last act is to add to `finished`
-// (a release), which the caller loads (an acquire) before it returns. A thread spins for a moment after a job, since
-// steps follow each other closely, then sleeps on the generation's futex.
+// Memory order: the caller writes the job, then stores the generation (release); a thread that loads it (acquire) sees
+// the job and all before it. A thread finally adds to `finished` (release), which the caller loads (acquire) before it
+// returns. After a job a thread spins briefly, since steps follow each other closely, then sleeps on the generation's
+// futex.
 #pragma once
 
 #include <atomic>
@@ -21,9 +21,9 @@ class WorkerPool {
  public:
   using Body = void (*)(void* argument, int worker);
 
-  // Calls body(argument, w) for every w below `workers`, 0 on this thread, the others at the same time on threads of an
-  // idle pool; returns when all have. `body` throws nothing. Throws Error(system) before any call where no thread can
-  // be started.
+  // Calls body(argument, w) for every w below `workers`: 0 on this thread, the others concurrently on an idle pool's
+  // threads. Returns when all have returned. `body` must not throw. Throws Error(system) before any call if a thread
+  // cannot be started.
   static void run(int workers, Body body, void* argument);
 
  private:

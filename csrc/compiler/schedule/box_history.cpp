@@ -1,4 +1,4 @@
-// See box_history.hpp.
+// Keeps one record per access of a stage, and drops records that a later write covers. See box_history.hpp.
 #include "compiler/schedule/box_history.hpp"
 
 #include <algorithm>
@@ -51,7 +51,7 @@ void BoxHistory::add(int stage, const std::vector<int>& indices, const std::vect
       for (const int index : indices) record.boxes.push_back(placed(tasks[index].begin, tasks[index].end));
     }
     std::vector<Record>& records = records_[space_[buffer]];
-    if (record.write) {  // not what this very stage reads: nothing orders its tiles among each other
+    if (record.write) {  // keep this stage's own records: nothing orders its tiles among each other
       std::erase_if(records, [&](const Record& old) {
         return (old.stage != stage || old.step != step) && covers(record.whole, old.whole);
       });
@@ -66,7 +66,7 @@ void BoxHistory::conflicts(int buffer, const Box& asked, bool write,
   Box box = asked;
   box.offset += shift_[buffer];
   const std::vector<Record>& records = records_[space_[buffer]];
-  const Record* hides = nullptr;  // of the stage whose write hides everything older
+  const Record* hides = nullptr;  // a record of the stage whose write hides everything older
   for (auto record = records.rbegin(); record != records.rend(); ++record) {
     if (hides != nullptr && (record->stage != hides->stage || record->step != hides->step)) break;
     if (!record->write && !write) continue;

@@ -1,4 +1,5 @@
-// See events.hpp.
+// Derives events from the history of accesses, with vector clocks to drop waits that are already covered. The clocks
+// are those of events_order.hpp, computed on the way. See events.hpp.
 #include "compiler/schedule/events.hpp"
 
 #include <algorithm>
@@ -58,15 +59,15 @@ class EventMaker {
   }
 
  private:
-  struct Candidate {  // an event, until it is known who waits for it
+  struct Candidate {  // an event before its waiters are known
     bool packets;
     Tasks producers;
     Tasks consumers;
     std::vector<int32_t> known;
   };
-  using Groups = std::map<int, Tasks, std::greater<>>;  // producers by stage, the newest first
+  using Groups = std::map<int, Tasks, std::greater<>>;  // producers by stage, newest first
 
-  // What a tile touches: tasks that it depends on through counters, and those whose packets it reads.
+  // The tasks that a tile depends on: through counters, and through packets that it polls.
   struct Predecessors {
     Groups counted, polled;
   };
@@ -78,7 +79,7 @@ class EventMaker {
     history_.conflicts(buffer, box_of(plan_.graph, stage, access, begin, end), access.write,
                        [&](const BoxHistory::Record& record, int task) { groups[record.stage].push_back(task); });
   }
-  // The last of each worker, in order of index.
+  // Keeps the last task of each worker, in order of index.
   void reduce(Tasks& tasks) const {
     std::sort(tasks.begin(), tasks.end(), std::greater<>());
     std::vector<char> seen(workers_, 0);
@@ -131,7 +132,7 @@ const std::vector<int32_t>& EventMaker::known(int index) {
 void EventMaker::order_stage(int index, const Tasks& indices) {
   const Stage& stage = plan_.stages[index];
   const auto whole = [&](const Access& access) { return access.axis < 0 || plan_.tasks[indices[0]].replica; };
-  Predecessors all;  // what every task of the stage depends on
+  Predecessors all;  // dependencies of every task of the stage
   for (const Access& access : stage.accesses) {
     if (whole(access)) gather(stage, access, 0, stage.extent, all);
   }
@@ -177,7 +178,7 @@ void EventMaker::order_task(int index, const std::map<int, int, std::greater<>>&
   now[task.worker] = place_[index] + 1;
 }
 
-// Every reader of packets waits for them itself, but for those that its own worker wrote.
+// Every reader polls packets itself, except those that its own worker wrote.
 void EventMaker::poll(int index, Groups& groups) {
   for (auto& [stage, producers] : groups) {
     std::sort(producers.begin(), producers.end());
@@ -193,7 +194,7 @@ void EventMaker::poll(int index, Groups& groups) {
   }
 }
 
-// Events that are waited for get their numbers, in order of their first waiter.
+// Numbers the events that are waited for, in order of their first waiter.
 void EventMaker::finish() {
   std::vector<int> number(candidates_.size(), -1);
   for (Task& task : plan_.tasks) {
@@ -201,7 +202,7 @@ void EventMaker::finish() {
       Candidate& candidate = candidates_[event];
       if (number[event] < 0) {
         number[event] = static_cast<int>(plan_.events.size());
-        // Where all waiters share a worker, what that worker did itself needs no signal.
+        // If all waiters are on one worker, that worker's own producers need no signal.
         const int worker = plan_.tasks[candidate.consumers[0]].worker;
         if (std::all_of(candidate.consumers.begin(), candidate.consumers.end(),
                         [&](int consumer) { return plan_.tasks[consumer].worker == worker; })) {

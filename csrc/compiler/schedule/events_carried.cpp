@@ -1,10 +1,9 @@
 // What a step waits for of the step before, in multi-step plans. See events.hpp.
 //
-// Two steps are enough to look at: what a task conflicts with two steps back, it conflicts with in the step between too
-// (it is the same plan), and its own queue orders that one before.
+// Two steps suffice: a task that conflicts with one two steps back conflicts with the same one in the step between, as
+// both run the same plan, and that one's own queue orders the older.
 //
-// On a GPU a step is long beside one meeting of all workers, and their pairs are many: there they all meet between
-// steps.
+// On a GPU all workers meet between steps: a step is long compared with one barrier, and conflicting pairs are many.
 #include <algorithm>
 #include <cstdint>
 #include <limits>
@@ -19,7 +18,7 @@ namespace ark::compiler {
 
 namespace {
 
-// A barrier between steps: always enough.
+// A barrier between steps, which is always sufficient.
 void close_steps(Plan& plan) {
   const int closing = static_cast<int>(plan.events.size());
   plan.events.push_back({0, false});
@@ -32,7 +31,7 @@ void close_steps(Plan& plan) {
   }
 }
 
-// How much of each worker's queue has ended, of the step before.
+// Per worker: how many tasks of its queue in the step before have ended.
 using Progress = std::vector<int64_t>;
 
 void join(Progress& to, const Progress& from) {
@@ -52,7 +51,7 @@ class StepJoiner {
 
   void run() {
     find_conflicts();
-    // An event made for one wait makes its signallers wait for each other: a few rounds until nothing is new.
+    // A new event makes its signallers wait for each other, so a few rounds run until no event is added.
     for (int round = 0; round < 8; ++round) {
       if (!join_steps()) return;
     }
@@ -75,7 +74,7 @@ class StepJoiner {
   Plan& plan_;
   Order order_;
   size_t workers_;
-  std::vector<Progress> needs_;  // by task: of the step before, as bytes are touched
+  std::vector<Progress> needs_;  // by task: what it needs of the step before, from the bytes it touches
 };
 
 void StepJoiner::find_conflicts() {
@@ -133,14 +132,15 @@ Progress StepJoiner::known_before(const std::vector<int>& signallers) const {
   return known;
 }
 
-// One round; whether an event had to be made.
+// One round. Returns whether it added an event.
 bool StepJoiner::join_steps() {
   const std::vector<std::vector<int>> by = signallers();
-  std::vector<Progress> before;  // by event: what its signal in the step before brings
+  std::vector<Progress> before;  // by event: progress that its signals in the step before imply
   for (const std::vector<int>& tasks : by) before.push_back(known_before(tasks));
   std::vector<Progress> now;  // by worker
   for (size_t worker = 0; worker < workers_; ++worker) now.push_back(end_of_step(worker));
-  std::vector<Progress> brings(by.size(), Progress(workers_, 0));  // by event: about the step before, in this one
+  std::vector<Progress> brings(by.size(), Progress(workers_, 0));  // by event: progress of the step before that its
+                                                                   // signals in this step imply
   bool made = false;
   for (size_t index = 0; index < plan_.tasks.size(); ++index) {
     Task& task = plan_.tasks[index];
@@ -149,14 +149,14 @@ bool StepJoiner::join_steps() {
     for (const int event : task.waits) join(mine, brings[event]);
     Progress need = needs_[index];
     for (const int event : task.signals) {
-      if (event >= static_cast<int>(by.size())) continue;  // made in this round
+      if (event >= static_cast<int>(by.size())) continue;  // added in this round
       for (const int other : by[event]) {
         int64_t& most = need[plan_.tasks[other].worker];
         most = std::max(most, order_.place(other) + 1);
       }
     }
     if (!enough(mine, need)) {
-      // The event that brings enough and least beyond it.
+      // Pick the event that implies enough progress and the least beyond it.
       int best = -1;
       int64_t least = std::numeric_limits<int64_t>::max();
       for (size_t event = 0; event < before.size(); ++event) {

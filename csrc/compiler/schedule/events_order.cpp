@@ -1,4 +1,4 @@
-// See events_order.hpp.
+// Plays the plan with tokens, as events_order.hpp describes, and records the clock of every task.
 #include "compiler/schedule/events_order.hpp"
 
 #include <algorithm>
@@ -38,11 +38,11 @@ Order::Order(const Plan& plan, int steps)
     }
   }
   const size_t events = plan.events.size();
-  // Of an event in a step: signals so far, what its signallers knew, who waits for it.
+  // Per event and step: signals so far, what its signallers knew, which workers wait.
   std::vector<int> count(events * steps, 0);
   std::vector<std::vector<int32_t>> known(events * steps);
   std::vector<std::vector<int>> parked(events * steps);  // workers
-  std::vector<size_t> next(workers_, 0);                 // in each queue, steps counted through
+  std::vector<size_t> next(workers_, 0);                 // per queue, counted across steps
   std::vector<std::vector<int32_t>> now(workers_, std::vector<int32_t>(workers_, 0));
   std::vector<int> runnable(workers_);
   for (size_t worker = 0; worker < workers_; ++worker) runnable[worker] = static_cast<int>(workers_ - 1 - worker);

@@ -1,12 +1,10 @@
-// What happens before what: vector clocks of a plan's tasks, found by playing the plan with tokens.
+// The happens-before order of a plan's tasks: vector clocks, found by simulating the plan.
 //
-// The game: every worker runs its queue in order; a task starts when all of its waits are met, and signals when it
-// ends. What starts is never undone, so the order in which workers are served does not matter: either all tasks end or
-// the same ones are stuck. The clock of a task says how many tasks of each queue have surely ended when it starts; an
-// event brings its waiters what all of its signallers knew, as a wait is met only when all have signalled.
-//
-// Packets carry data without ordering anything else: what waits for one knows that its signallers' results are there,
-// and nothing about what those had known.
+// In the simulation every worker runs its queue in order; a task starts when all its waits are met, and signals when it
+// ends. Nothing that started is undone, so the order in which workers are served does not matter: either all tasks end
+// or the same ones are stuck. A task's clock says how many tasks of each queue have certainly ended when it starts. An
+// event passes on what all its signallers knew, since a wait is met only when all have signalled. A packet's waiter
+// knows only that the signallers' results arrived, nothing that the signallers knew.
 #pragma once
 
 #include <cstdint>
@@ -22,14 +20,14 @@ std::string describe(const Plan& plan, int task);
 
 class Order {
  public:
-  // Plays `steps` steps in a row (2: what is carried from one to the next). Throws Error(invalid_argument) naming the
-  // first task that can never start. Indices must be valid, and a task on its worker's queue once.
+  // Simulates `steps` consecutive steps (2 for `carried` events). Throws Error(invalid_argument) naming the first task
+  // that can never start. Indices must be valid, and each task must be in its worker's queue once.
   explicit Order(const Plan& plan, int steps = 1);
 
   int steps() const { return steps_; }
-  // How many tasks of `worker`'s queue, steps counted through, have surely ended when the task starts.
+  // How many tasks of `worker`'s queue, counted across steps, have certainly ended when the task starts.
   int64_t ended(int task, int worker, int step = 0) const { return clock(task, step)[worker]; }
-  // The task's place in its queue, steps counted through.
+  // The task's place in its queue, counted across steps.
   int64_t place(int task, int step = 0) const;
   bool before(int first, int second, int first_step = 0, int second_step = 0) const;
 

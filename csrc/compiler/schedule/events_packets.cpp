@@ -1,4 +1,5 @@
-// Which buffers travel as packets. See events.hpp.
+// Decides which buffers travel as packets: what kernels can write and poll, what is small, and what crosses workers.
+// See events.hpp.
 #include <algorithm>
 #include <cstdint>
 #include <utility>
@@ -14,10 +15,10 @@ namespace ark::compiler {
 
 namespace {
 
-// Packets double the bytes, and every reader polls them all: for vectors, not for matrices.
+// Packets double the bytes and every reader polls all of them: worthwhile for vectors, not for matrices.
 constexpr int64_t most_packet_bytes = 32768;
 
-// What kernels write and poll where the target says so (Target::packets_of_rows).
+// What kernels write and poll as packets under Target::packets_of_rows.
 bool writes_packets(const Graph& graph, const Stage& stage, const Access& access) {
   return few_rows_of(stage) >= 0 && is_floating(graph.values()[access.value].type);
 }
@@ -25,7 +26,7 @@ bool polls_packets(const Graph& graph, const Stage& stage, const Access& access,
   const Value& value = graph.values()[access.value];
   if (value.type != written) return false;
   if (attention_of(stage) != nullptr) {
-    // Not by itself, but by the programs before it.
+    // Attention itself does not poll, but the programs before it do.
     for (const Access& read : (stage.tail.empty() ? stage : stage.tail.back()).accesses)
       if (graph.values()[read.value].buffer == value.buffer) return false;
   }
@@ -36,7 +37,7 @@ bool polls_packets(const Graph& graph, const Stage& stage, const Access& access,
            !scatter->accumulate && source.shape[static_cast<size_t>(scatter->dim)] == 1;
   }
   if (few_rows_of(stage) != access.value) return false;
-  // Each element by one thread, where the depth of `b` is adjacent.
+  // One thread polls each element, where the depth of `b` is contiguous.
   const auto products = matmuls_of(stage);
   return std::all_of(products.begin(), products.end(), [&](const MatmulStage& one) {
     const Value& b = graph.values()[one.b];
@@ -48,7 +49,7 @@ bool polls_packets(const Graph& graph, const Stage& stage, const Access& access,
 
 std::vector<char> plain_buffers(const Graph& graph, const std::vector<Stage>& stages, const Target& target) {
   const std::vector<Buffer>& buffers = graph.buffers();
-  // One stage writes the whole of it and does not read it.
+  // One stage must write the whole buffer and not read it.
   std::vector<int> writer(buffers.size(), -1);
   std::vector<char> plain(buffers.size(), 0);
   for (int index = 0; index < static_cast<int>(stages.size()); ++index) {
@@ -58,7 +59,7 @@ std::vector<char> plain_buffers(const Graph& graph, const std::vector<Stage>& st
       if (access.write && std::exchange(writer[buffer], index) != -1) plain[buffer] = 1;
       if (!access.write && writer[buffer] == index) plain[buffer] = 1;
     }
-    for (const Access& access : stages[index].accesses) {  // what is read before it is written
+    for (const Access& access : stages[index].accesses) {  // not read before it is written either
       const int buffer = graph.values()[access.value].buffer;
       if (!access.write && (writer[buffer] == -1 || writer[buffer] == index)) plain[buffer] = 1;
     }
@@ -89,7 +90,7 @@ std::vector<bool> choose_packets(const Plan& plan, const std::vector<bool>& own)
     if (own[buffer]) plain[buffer] = 1;
   const std::vector<Push> pushed = pushed_buffers(plan.graph, plan.stages);
   for (size_t buffer = 0; buffer < pushed.size(); ++buffer) chosen[buffer] = pushed[buffer].ranks > 0;
-  // And some tile reads what another worker has written.
+  // Some tile must read what another worker wrote.
   BoxHistory history(plan.graph, plan.stages);
   const auto tasks = static_cast<int>(plan.tasks.size());
   for (int first = 0, last = 0; first < tasks; first = last) {

@@ -1,4 +1,4 @@
-// See matmul_tile.hpp.
+// Estimates the time of each tile shape and picks the fastest. See matmul_tile.hpp.
 #include "compiler/schedule/matmul_tile.hpp"
 
 #include <algorithm>
@@ -7,22 +7,22 @@ namespace ark::compiler {
 
 namespace {
 
-// What a tile's kernel reaches on one SM, and all of them at the second-level cache, on an H200.
+// Rates on an H200: of a tile's kernel on one SM, and of all SMs together at the second-level cache.
 constexpr double kHalfFlopsPerUs = 5.5e6, kFloatFlopsPerUs = 3e5, kTileBytesPerUs = 7.4e4, kAllBytesPerUs = 8e6;
-constexpr double kTileUs = 2.3, kElementUs = 4e-5;  // the ring fills, a wait; results are stored
-constexpr double kFinishedUs = 6e-5;                // more, of an element that is finished (an activation)
+constexpr double kTileUs = 2.3, kElementUs = 4e-5;  // filling the ring and a wait; storing an element
+constexpr double kFinishedUs = 6e-5;                // additional per element with an epilogue (an activation)
 
 double bytes_of_tile(const TileShape& tile, int64_t depth, bool halves) {
   return static_cast<double>((tile.rows + tile.columns) * depth * (halves ? 2 : 4));
 }
 
-// What a tile takes beside its multiplications.
+// Time of a tile apart from its multiplications.
 double ends_us(const TileShape& tile, const MatmulStage& product) {
   const double element = kElementUs + (product.finish.empty() ? 0 : kFinishedUs);
   return kTileUs + element * static_cast<double>(tile.rows * tile.columns);
 }
 
-// Tiles of one worker, one after the other.
+// Time of one worker's tiles, one after the other.
 double tiles_us(const TileShape& tile, const MatmulStage& product, bool halves, int64_t tiles) {
   const double flops = 2 * static_cast<double>(tile.rows * tile.columns) * static_cast<double>(product.k);
   const double compute = flops / (halves ? kHalfFlopsPerUs : kFloatFlopsPerUs);
@@ -46,7 +46,7 @@ ChosenTile choose_tile(const Graph& graph, const MatmulStage& product, int worke
   ChosenTile best;
   for (const int64_t rows : {128, 64}) {
     for (const int64_t columns : {128, 96, 64, 32}) {
-      if (columns == 96 && (rows != 128 || !along_depth)) continue;  // the kernel has none
+      if (columns == 96 && (rows != 128 || !along_depth)) continue;  // no such kernel variant
       const TileShape tile{rows, columns};
       const int64_t tiles = blocks_of(product.m, rows) * wholes(product.n, columns) * parts;
       const double move = static_cast<double>(tiles) * bytes_of_tile(tile, product.k, halves) / kAllBytesPerUs;

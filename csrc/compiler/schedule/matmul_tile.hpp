@@ -1,4 +1,4 @@
-// The tiles in which a GPU computes a product of many rows: which shape, and what they take.
+// The tile shapes in which a GPU computes a product of many rows, and the estimate of time by which one is chosen.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace ark::compiler {
 
-inline constexpr int64_t kRowUnit = 8;  // blocks of rows begin at multiples: rows may be adjacent, 16 bytes each
+inline constexpr int64_t kRowUnit = 8;  // row blocks start at multiples: with contiguous rows that is 16 bytes
 
 struct TileShape {
   int64_t rows, columns;
@@ -18,18 +18,18 @@ inline int64_t wholes(int64_t count, int64_t whole) {
   return (count + whole - 1) / whole;
 }
 
-// Into how many blocks of at most `rows` rows m rows are divided: even ones, so that none is as small as to be computed
-// in another way than the others.
+// The number of blocks of at most `rows` rows for m rows. Blocks are even, so that none is small enough to be computed
+// by another algorithm.
 int64_t blocks_of(int64_t m, int64_t rows);
 
-// The tile's shape that the product should have beside `parts` - 1 others like it, and when all are done.
+// The best tile shape for the product when `parts` - 1 products like it run concurrently, and the time for all.
 struct ChosenTile {
   int64_t rows = 0, columns = 0;
   double us = 0;
 };
 ChosenTile choose_tile(const Graph& graph, const MatmulStage& product, int workers, int64_t parts = 1);
 
-// What so many columns of a product take whose tiles are chosen.
+// Estimated time of this many columns of a product whose tile shape is set.
 double product_tiles_us(const Graph& graph, const MatmulStage& product, int64_t columns);
 
 }  // namespace ark::compiler

@@ -1,4 +1,5 @@
-// See memory_planner.hpp.
+// Packs temporaries into the arena: tries several orders of best-fit placement and keeps the smallest result. See
+// memory_planner.hpp.
 #include "compiler/schedule/memory_planner.hpp"
 #include "compiler/graph/stage_queries.hpp"
 
@@ -18,9 +19,9 @@ namespace {
 struct Tenant {
   int buffer = -1;
   int64_t bytes = 0;              // rounded up to the alignment
-  int first = -1, last = -1;      // tasks, by index: orders to try, nothing more
+  int first = -1, last = -1;      // task indices; only used to sort
   std::vector<int64_t> last_of;   // by worker: one past the place of the last task that touches it; 0: none
-  std::vector<int64_t> ended_by;  // by worker: how many of its tasks have ended when any that touches it starts
+  std::vector<int64_t> ended_by;  // by worker: how many of its tasks have ended when any task that touches it starts
 };
 
 bool all_before(const Tenant& a, const Tenant& b) {
@@ -30,7 +31,7 @@ bool all_before(const Tenant& a, const Tenant& b) {
   return true;
 }
 
-// On one worker's own copies only that worker's order counts.
+// For own copies only the order on the same worker counts.
 bool own_before(const Tenant& a, const std::vector<int64_t>& first_of_b) {
   for (size_t worker = 0; worker < a.last_of.size(); ++worker) {
     if (a.last_of[worker] > 0 && first_of_b[worker] >= 0 && a.last_of[worker] > first_of_b[worker]) return false;
@@ -135,7 +136,7 @@ void plan_memory(Plan& plan, const std::vector<bool>& own, const std::vector<boo
   const std::vector<Push> pushed = pushed_buffers(plan.graph, plan.stages);
   for (size_t buffer = 0; buffer < buffers.size(); ++buffer) plan.placements[buffer].pushed = pushed[buffer];
   std::vector<Tenant> all(buffers.size());
-  std::vector<std::vector<int64_t>> first_of(buffers.size());  // of own buffers, by worker: place of the first
+  std::vector<std::vector<int64_t>> first_of(buffers.size());  // of own buffers, by worker: place of the first task
   for (int index = 0; index < static_cast<int>(plan.tasks.size()); ++index) {
     const Task& task = plan.tasks[index];
     for (const Access& access : plan.stages[task.stage].accesses) {
@@ -155,7 +156,7 @@ void plan_memory(Plan& plan, const std::vector<bool>& own, const std::vector<boo
       tenant.last = index;
       const int64_t place = order.place(index);
       tenant.last_of[task.worker] = std::max(tenant.last_of[task.worker], place + 1);
-      // Later tasks of a worker know no less than its first: that one is enough.
+      // Later tasks of a worker know at least as much as its first one, which is enough.
       if (first_of[buffer][task.worker] >= 0) continue;
       first_of[buffer][task.worker] = place;
       for (size_t worker = 0; worker < workers; ++worker) {

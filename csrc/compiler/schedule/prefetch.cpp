@@ -1,4 +1,4 @@
-// See prefetch.hpp.
+// Splits the parameters that tasks read into pages, each byte once per task. See prefetch.hpp.
 #include "compiler/schedule/prefetch.hpp"
 
 #include <algorithm>
@@ -14,7 +14,7 @@ bool loaded_ahead(const Graph& graph, const Stage& stage, const Access& access) 
   if (access.write || index < 0) return false;
   const Buffer& buffer = graph.buffers()[index];
   if (!buffer.parameter || buffer.mutated) return false;
-  if (access.sparse) return false;  // which part is known at run time
+  if (access.sparse) return false;  // the part is known only at run time
   const auto* gather = std::get_if<GatherStage>(&stage.body);
   return gather == nullptr || access.value != gather->table;
 }
@@ -45,7 +45,7 @@ void add_loads(const Plan& plan, int index, std::vector<Load>& loads) {
     if (box.empty() || std::any_of(seen.begin(), seen.end(), again)) continue;
     seen.push_back({buffer, box});
     each_piece(box, [&](int64_t offset, int64_t rows, int64_t stride) {
-      const int64_t at_once = std::max<int64_t>(1, page / box.width);  // rows a page
+      const int64_t at_once = std::max<int64_t>(1, page / box.width);  // rows per page
       for (int64_t row = 0; row < rows; row += at_once) {
         const int64_t count = std::min(at_once, rows - row);
         for (int64_t done = 0; done < box.width; done += page) {

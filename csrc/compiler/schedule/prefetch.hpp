@@ -1,4 +1,5 @@
-// What a worker's loader fetches: parameters that its tasks read, in the order of its queue, in pages of the ring.
+// The parameters that a worker loads ahead of its tasks: no dependency guards them, so the list is known before the
+// first task. It follows the order of the queue, in pages of the ring.
 #pragma once
 
 #include <vector>
@@ -8,14 +9,14 @@
 
 namespace ark::compiler {
 
-// Whether the loader brings what an access reads: all of it is known before the plan starts. Of a gather's table it is
-// not, as the index says which rows.
+// Whether an access can be loaded ahead, which requires that it is fully known before the plan starts. A gather's table
+// is not: the index selects its rows.
 bool loaded_ahead(const Graph& graph, const Stage& stage, const Access& access);
 
-// What of a value a task finds in the ring: what it reads through its accesses; all of it where these differ.
+// The part of a value that a task finds loaded: the box of its accesses, or the whole value if they differ.
 Box loaded_box(const Graph& graph, const Stage& stage, const Task& task, int value);
 
-// Appends what task `index` reads, each byte once, in the order of its stage's accesses.
+// Appends the loads of task `index`, each byte once, in the order of its stage's accesses.
 void add_loads(const Plan& plan, int index, std::vector<Load>& loads);
 
 }  // namespace ark::compiler

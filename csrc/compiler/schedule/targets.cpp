@@ -1,5 +1,5 @@
-// See targets.hpp. The figures of GPUs are an H100's or H200's, from a skeleton of the loop kernel that was measured
-// there: 132 blocks, six pages of 16 KB asked for ahead, packets for what is small.
+// See targets.hpp. The GPU figures were measured on an H100 and H200 with a skeleton of the loop kernel: 132 blocks,
+// six pages of 16 KB in flight, packets for small results.
 #include "compiler/schedule/targets.hpp"
 
 #include "util/error.hpp"

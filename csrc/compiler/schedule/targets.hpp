@@ -1,4 +1,5 @@
-// Targets by name, with figures of real machines, for plans that are made but not run here.
+// Targets by name, with figures of real machines. They serve plans that are made on this machine but run elsewhere,
+// such as those of tests.
 #pragma once
 
 #include <string>
@@ -9,9 +10,9 @@
 namespace ark::compiler {
 
 std::vector<std::string> known_targets();
-// `workers` 0: what the target has. Throws Error(invalid_argument) for a name that is not known.
+// `workers` 0: as many as the target has. Throws Error(invalid_argument) for an unknown name.
 Target target_named(const std::string& name, int workers = 0);
-// What is here: a GPU of that architecture with so many multiprocessors.
+// A GPU of this architecture with this many multiprocessors.
 Target gpu_target(const std::string& arch, int multiprocessors);
 
 }  // namespace ark::compiler

@@ -1,4 +1,5 @@
-// See tile.hpp.
+// List scheduling of stages with estimated times: for each stage, cuts its axis in several ways and commits the cut
+// that ends first. See tile.hpp.
 #include "compiler/schedule/tile.hpp"
 #include "compiler/graph/stage_queries.hpp"
 
@@ -60,7 +61,7 @@ class Cutter {
   BoxHistory history_;
   ReplicaGroups groups_;
   Cut cut_;
-  std::vector<double> free_;    // by worker: when its queue so far ends
+  std::vector<double> free_;    // by worker: when its queue ends so far
   std::vector<double> finish_;  // by task
   std::vector<Bounds> bounds_;  // by stage
 };
@@ -76,13 +77,13 @@ Choice Cutter::cut_at(int stage, Bounds bounds) {
     history_.conflicts(buffer, box_of(graph_, what, access, begin, end), access.write,
                        [&](const BoxHistory::Record&, int task) { ready.add(finish_[task], cut_.tasks[task].worker); });
   };
-  Ready common;  // inputs that every tile reads whole
+  Ready common;  // readiness of the inputs that every tile reads whole
   for (const Access& access : what.accesses) {
     if (access.axis < 0) collect(access, 0, what.extent, common);
   }
   const bool spread = is_spread(what);
   std::vector<Ready> inputs(static_cast<size_t>(tiles), common);
-  std::vector<int> kept(static_cast<size_t>(target_.workers), -1);  // for that tile, whose inputs the worker made
+  std::vector<int> kept(static_cast<size_t>(target_.workers), -1);  // by worker: a tile whose inputs it made
   for (int tile = 0; tile < tiles; ++tile) {
     Ready& ready = inputs[tile];
     for (const Access& access : what.accesses) {
@@ -98,14 +99,15 @@ Choice Cutter::cut_at(int stage, Bounds bounds) {
     const double cost = tile_cost_us(graph_, what, target_, begin, end);
     int best = 0;
     double best_finish = 0;
-    // A collective belongs to the thread that called, or its tiles to as many workers.
+    // A collective runs on the calling thread; if spread, each tile on a different worker.
     const int workers = std::holds_alternative<CollectiveStage>(what.body) && !spread ? 1 : target_.workers;
     bool first = true;
     for (int worker = 0; worker < workers; ++worker) {
       if (spread && std::count(choice.workers.begin(), choice.workers.end(), worker) != 0) continue;
       if (kept[worker] >= 0 && kept[worker] != tile) continue;
       const double finish = std::max(available[worker], ready.at(worker, target_.wait_us)) + cost;
-      // Of those that would wait alike the one that waits longest: times are estimates, and it is surest to be there.
+      // Among workers that finish at the same time take the one idle longest: times are estimates, and that one is
+      // surest to be free.
       const bool idler = finish < best_finish + 1e-9 && available[worker] < available[best] - 1e-9;
       if (first || finish < best_finish - 1e-9 || idler) best = worker, best_finish = finish;
       first = false;
@@ -141,7 +143,7 @@ Choice Cutter::replicate(int stage) {
   return choice;
 }
 
-// Whether a later stage reads all of what the stage writes in every tile: tiles would have to wait for each other.
+// Whether a later stage reads all of this stage's output in every tile, so that its tiles would wait for each other.
 bool Cutter::handed_around(int stage) const {
   for (const Access& write : stages_[stage].accesses) {
     if (!write.write) continue;

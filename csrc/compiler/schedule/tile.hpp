@@ -1,12 +1,10 @@
-// From stages to tasks in static queues: how many tiles, where each is cut, which worker runs it.
+// Cuts stages into tasks and puts these into static queues: how many tiles, where to cut, which worker runs each.
 //
-// List scheduling in program order with estimated times. A stage's cut is the one that ends first among: even tiles
-// for as many workers as are worth their wait, and the cuts of the stages that produced its inputs, so that a tile
-// lies where its input was made and waits for nobody. A small stage may instead run whole on every worker
-// (replicas), where that takes no longer than handing its result around.
-//
-// Queues keep program order, so that tasks in order of index are a valid order of execution. Communication tasks will
-// come first among those that are ready: their place is the order in which cut_stages() walks the stages.
+// It is list scheduling in program order with estimated times. Of a stage's possible cuts the one that ends first is
+// taken: even cuts for as many workers as are worth their wait, and the cuts of the stages that made its inputs, so
+// that a tile runs where its input is and waits for no one. A small stage may instead run whole on every worker
+// (replicas) if that takes no longer than passing its result around. Queues keep program order, so tasks in index order
+// are a valid execution order.
 #pragma once
 
 #include <vector>
@@ -18,13 +16,13 @@ namespace ark::compiler {
 struct Cut {
   std::vector<Task> tasks;  // without waits and signals
   std::vector<Queue> queues;
-  std::vector<bool> own;  // by buffer: one copy a worker
+  std::vector<bool> own;  // by buffer: one copy per worker
   double estimated_us = 0;
 };
 
 Cut cut_stages(const Graph& graph, const std::vector<Stage>& stages, const Target& target);
 
-// What a tile takes, beside waiting.
+// Estimated time of a tile, without waiting.
 double tile_cost_us(const Graph& graph, const Stage& stage, const Target& target, int64_t begin, int64_t end);
 
 }  // namespace ark::compiler

@@ -1,4 +1,4 @@
-// What a tile takes: arithmetic or movement of bytes, whichever is longer. See tile.hpp.
+// The estimated time of a tile: the longer of its arithmetic and its movement of bytes. See tile.hpp.
 #include <algorithm>
 
 #include "compiler/graph/box.hpp"
@@ -13,9 +13,9 @@ double tile_cost_us(const Graph& graph, const Stage& stage, const Target& target
   if (matmul != nullptr && matmul->tile_columns > 0)
     return product_tiles_us(graph, *matmul, end - begin) + target.task_us;
   const double part = static_cast<double>(end - begin) / static_cast<double>(std::max<int64_t>(1, stage.extent));
-  double total = 0;   // of all accesses
-  double near = 0;    // of those to temporaries
-  double shared = 0;  // of those that every tile reads whole
+  double total = 0;   // bytes of all accesses
+  double near = 0;    // bytes of those to temporaries
+  double shared = 0;  // bytes of those that every tile reads whole
   for (const Access& access : stage.accesses) {
     const Value& value = graph.values()[access.value];
     if (value.is_literal()) continue;
@@ -24,10 +24,10 @@ double tile_cost_us(const Graph& graph, const Stage& stage, const Target& target
     if (graph.buffers()[value.buffer].kind == Buffer::Kind::temporary) near += bytes;
     if (access.axis < 0) shared += bytes;
   }
-  // A gather touches less than its table: then the stage's own figure is all that is known.
+  // A gather touches less than its table; only the stage's own byte count is reliable then.
   if (total > 1.05 * stage.bytes) shared = 0;
   near = std::min(near, stage.bytes);
-  // Every thread of a combine asks for all that it reads at once.
+  // All threads of a combine issue all their loads at once.
   const double pace = std::holds_alternative<CombineStage>(stage.body) ? 0.5 : 1;
   const double share = stage.bytes > 0 ? (stage.bytes * part + shared * (1 - part)) / stage.bytes : 0;
   const double move = share * (near / target.cached_bytes_per_us + (stage.bytes - near) / target.bytes_per_us);

@@ -1,4 +1,5 @@
-// See tile_cuts.hpp.
+// Proposes cuts of a stage's axis: even ones, one tile, and those of the stages that made its inputs. See
+// tile_cuts.hpp.
 #include "compiler/schedule/tile_cuts.hpp"
 #include "compiler/graph/stage_queries.hpp"
 
@@ -11,8 +12,8 @@ namespace ark::compiler {
 
 namespace {
 
-// Of a spread collective, whose grain is what a thread moves: in a tile at least, where nothing else bounds it, and of
-// one that a block of threads does in one go.
+// For a spread collective, in units that one thread moves: the least per tile if nothing else bounds it, and the most
+// that a block of threads moves in one pass.
 constexpr int64_t kSpreadStep = 64, kSpreadBlock = 512;
 
 }  // namespace
@@ -24,7 +25,7 @@ std::vector<Bounds> candidate_cuts(const Graph& graph, const Stage& what, const 
   const int64_t step = spread ? kSpreadStep * grain : grain;
   const int64_t units = (what.extent + step - 1) / step;
   const auto even = [&](int64_t tiles) {
-    // As few tiles as have the same longest one.
+    // Use the fewest tiles that have the same longest tile.
     const int64_t longest = (units + tiles - 1) / tiles;
     tiles = (units + longest - 1) / longest;
     Bounds bounds;
@@ -37,7 +38,7 @@ std::vector<Bounds> candidate_cuts(const Graph& graph, const Stage& what, const 
   const auto worth = static_cast<int64_t>(whole / std::max(target.wait_us, 1e-3));
   const int64_t most = std::min<int64_t>(target.workers, units);
   found.push_back(even(spread ? most : std::clamp<int64_t>(worth, 1, most)));
-  // On a GPU a tile's time is mostly latency, which finer ones share.
+  // On a GPU a tile's time is mostly latency, which more tiles overlap.
   if (target.name != "cpu" && most > worth && !spread) found.push_back(even(most));
   if (most > 1 || spread) {
     int copied = -1;
@@ -81,7 +82,7 @@ bool tiles_conflict(const Graph& graph, const Stage& what, const Bounds& bounds)
                         other.axis == write.axis;
       for (size_t tile = 0; tile + 1 < bounds.size(); ++tile) {
         const Box box = box_of(graph, what, write, bounds[tile], bounds[tile + 1]);
-        // Neighbours are enough where both are the same view.
+        // Comparing neighbors suffices if both accesses are the same view.
         for (size_t beside = same ? tile + 1 : 0; beside + 1 < bounds.size(); ++beside) {
           if (beside == tile) continue;
           if (same && beside > tile + 1) break;

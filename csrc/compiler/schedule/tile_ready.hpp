@@ -1,14 +1,15 @@
-// When a tile's inputs are there, for each worker that might run it.
+// When a tile's inputs are ready, for each worker that might run it. Inputs from the same worker need no wait, all
+// others cost one.
 #pragma once
 
 #include <algorithm>
 
 namespace ark::compiler {
 
-// When a worker may start, as far as inputs go: the latest input, and the latest that another worker made.
+// The latest input, and the latest one made by another worker than that.
 struct Ready {
   double latest = 0;
-  int worker = -1;    // that made the latest; -1: none
+  int worker = -1;    // the worker that made the latest; -1: none
   double second = 0;  // the latest made by a different worker
   bool second_set = false;
 

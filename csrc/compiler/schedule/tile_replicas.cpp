@@ -1,4 +1,4 @@
-// See tile_replicas.hpp.
+// Groups stages that must be replicated together, and removes replicas whose copy has no reader. See tile_replicas.hpp.
 #include "compiler/schedule/tile_replicas.hpp"
 
 #include <algorithm>

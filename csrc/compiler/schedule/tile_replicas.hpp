@@ -1,4 +1,4 @@
-// Stages that every worker may run for itself (or must: StopStage), and which of those copies nobody needs.
+// Stages that every worker may run for itself (or must: StopStage), and which of those copies are never read.
 #pragma once
 
 #include <vector>
@@ -7,7 +7,7 @@
 
 namespace ark::compiler {
 
-// Stages that write one buffer together are replicated all or none: the buffer is each worker's own or shared.
+// Stages that write the same buffer are replicated together or not at all, since a buffer is either own or shared.
 class ReplicaGroups {
  public:
   ReplicaGroups(const Graph& graph, const std::vector<Stage>& stages, const Target& target);
@@ -23,7 +23,7 @@ class ReplicaGroups {
   std::vector<Choice> choice_;       // by group
 };
 
-// Takes out replicas whose copy nobody on their worker reads; one of each stage stays.
+// Removes replicas whose copy no task on their worker reads; one of each stage stays.
 void drop_unread_replicas(const Graph& graph, const std::vector<Stage>& stages, Cut& cut);
 
 }  // namespace ark::compiler

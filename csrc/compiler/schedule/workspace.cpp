@@ -1,4 +1,4 @@
-// See workspace.hpp.
+// Sizes the workspace by the stages that need most of it. See workspace.hpp.
 #include "compiler/schedule/workspace.hpp"
 #include "compiler/graph/stage_queries.hpp"
 
@@ -11,12 +11,12 @@ namespace ark::compiler {
 
 namespace {
 
-// Whether its kernel's tiles are as large as the workspace lets them be, or the kernel sorts there. Products of few
-// rows (cuda/loop/lanes.cuh) make do with less in turns.
+// Whether the stage's kernel uses all of the workspace, for larger tiles or for sorting. Products of few rows
+// (cuda/loop/lanes.cuh) can take turns in less.
 bool takes_all(const Graph& graph, const Stage& stage) {
   if (std::holds_alternative<SelectStage>(stage.body) || std::holds_alternative<ExpertsStage>(stage.body)) return true;
   for (const MatmulStage& product : matmuls_of(stage)) {
-    // kFewRows of matmul.cuh; of coded weights those whose sums leave room for columns.
+    // kFewRows of matmul.cuh; with quantized weights, the rows whose sums leave room for columns
     const int64_t few = product.codes.bits != 0 ? 8 : 2 * size_of(graph.values()[static_cast<size_t>(product.b)].type);
     if (product.m > few) return true;
   }

@@ -1,6 +1,5 @@
-// A plan by its parts: every index within its list, every task on the queue of its worker once, every event with as
-// many signals as it counts; tiles, replicas and placements; what tasks do beside their stage's own work; tasks that
-// one run does both of. See validator.hpp.
+// Checks a plan's parts: indices in range, each task once in its worker's queue, as many signals per event as its
+// threshold; tiles, replicas and placements; tails; and tasks that are run as one. See validator.hpp.
 #include "compiler/verify/validator.hpp"
 
 #include <algorithm>
@@ -124,7 +123,7 @@ void check_queues(const Plan& plan) {
 
 void check_events(const Plan& plan) {
   std::vector<int> signals(plan.events.size(), 0);
-  std::vector<int> last(plan.events.size(), -1);  // task that signals
+  std::vector<int> last(plan.events.size(), -1);  // the last task that signals
   for (size_t index = 0; index < plan.tasks.size(); ++index) {
     for (const int event : plan.tasks[index].signals) ++signals[event], last[event] = static_cast<int>(index);
   }
@@ -173,7 +172,7 @@ void check_replicas(const Plan& plan, int stage, const std::vector<int>& tasks) 
   }
 }
 
-// Everybody must hear of the end.
+// Every worker must learn of the end.
 void check_stop(const Plan& plan, int stage, const std::vector<int>& tasks) {
   if (!plan.multi_step) plan_error(name_of_stage(plan, stage) + " ends a loop, in a plan whose steps are launches");
   for (size_t worker = 0; worker < plan.queues.size(); ++worker) {
@@ -185,7 +184,7 @@ void check_stop(const Plan& plan, int stage, const std::vector<int>& tasks) {
   }
 }
 
-// Stage::tail: nobody but the stage's accesses orders it.
+// Checks Stage::tail. Nothing but the stage's accesses orders what a tail touches.
 class TailChecker {
  public:
   TailChecker(const Plan& plan, const Stage& stage) : plan_(plan), stage_(stage) {
@@ -194,11 +193,11 @@ class TailChecker {
         if (access.write) later_.push_back(access);
   }
 
-  // Tiles in which the task at `index` is one.
+  // Checks the task at `index` as one tile of its stage.
   void check(int index) const {
     const Task& task = plan_.tasks[index];
     const auto name = [&] { return describe(plan_, index); };
-    std::vector<Access> made;  // so far, by the task itself
+    std::vector<Access> made;  // writes so far by the task itself
     for (const Access& access : stage_.accesses)
       if (access.write && !is_one_of(later_, access)) made.push_back(access);
     for (const Stage& next : stage_.tail) {
@@ -216,7 +215,7 @@ class TailChecker {
         for (const Access& one : stage_.accesses) {
           if (!one.write || buffer_of(one) != buffer_of(access) || !overlap(whole(one), whole(access))) continue;
           own = true;
-          const bool changed = is_one_of(next.accesses, one);  // by the same stage, where it lies
+          const bool changed = is_one_of(next.accesses, one);  // in place, by the same stage
           if ((!changed && !is_one_of(made, one)) ||
               !covers(box_of(plan_.graph, stage_, one, task.begin, task.end), box))
             plan_error(name() + " reads " + place() + ", of which another tile of its stage writes a part");
@@ -240,7 +239,7 @@ class TailChecker {
 
   const Plan& plan_;
   const Stage& stage_;
-  std::vector<Access> later_;  // what stages of the tail write
+  std::vector<Access> later_;  // writes of the tail's stages
 };
 
 }  // namespace
@@ -342,7 +341,7 @@ void check_placements(const Plan& plan) {
                  to_string(arena) + " bytes");
     }
   }
-  std::vector<int> writer(buffers.size(), -1);  // of packets: the stage
+  std::vector<int> writer(buffers.size(), -1);  // of packets: the stage that writes them
   for (size_t index = 0; index < plan.tasks.size(); ++index) {
     const Task& task = plan.tasks[index];
     for (const Access& access : plan.stages[task.stage].accesses) {
@@ -379,8 +378,8 @@ void check_tails(const Plan& plan) {
   }
 }
 
-// Task::head: to the others they are two, which the other checks have looked at one by one. What is between them is
-// gone.
+// Checks Task::head. The other checks treat the two halves as separate tasks; here, no wait or signal may be left
+// between them.
 void check_heads(const Plan& plan) {
   for (const Queue& queue : plan.queues) {
     int before = -1;

@@ -1,5 +1,5 @@
-// The loaders' lists: in the queues' order, in pages that the ring holds, all of what tasks read of parameters and
-// nothing else. See validator.hpp.
+// Checks the lists of loads: in queue order, in pages that the ring can hold, covering exactly the parameters that
+// tasks read. See validator.hpp.
 #include <algorithm>
 #include <string>
 #include <tuple>
@@ -20,7 +20,7 @@ using std::to_string;
   throw Error(ErrorKind::invalid_argument, what);
 }
 
-// The loads [first, last) of a queue that are of one task and one value.
+// The loads [first, last) of a queue that belong to one task and one value.
 struct LoadRun {
   int value = -1;
   size_t first = 0, last = 0;
@@ -74,7 +74,7 @@ void check_load_run(const Plan& plan, int worker, const LoadRun& run) {
   }
 }
 
-// That what the task must find in the ring is there.
+// Checks that the loads cover what the task reads.
 void check_loads_of_task(const Plan& plan, int worker, int index, const std::vector<LoadRun>& runs) {
   const Task& task = plan.tasks[index];
   const Stage& stage = plan.stages[task.stage];
@@ -99,7 +99,7 @@ void check_loads_of_task(const Plan& plan, int worker, int index, const std::vec
   }
 }
 
-// What is asked for ahead: of each queue's own loads, in their order, and of each page one.
+// Checks the prefetches: loads of each queue in their order, and each page once.
 void check_prefetches(const Plan& plan) {
   if (plan.prefetches.empty()) return;
   if (plan.prefetches.size() != plan.queues.size())

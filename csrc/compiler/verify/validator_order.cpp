@@ -1,9 +1,8 @@
-// That a plan's queues and events order whatever touches the same bytes as the program did: within a step, in workers'
-// own copies and in bytes that several temporaries share, and across two steps in a row without a launch between them.
-// See validator.hpp.
+// Checks that queues and events order accesses to the same bytes as the program did: within a step, in workers' own
+// copies, in bytes that several temporaries share, and across two steps without a launch in between. See validator.hpp.
 //
-// Order's vector clocks say what surely ends before what starts. Program order is the order of stages; two tasks of
-// one stage may run side by side, so they must not touch the same bytes unless both only read.
+// The vector clocks of Order tell which tasks certainly end before another starts. Program order is the order of
+// stages. Tasks of one stage may run concurrently, so they may share only bytes that all of them just read.
 #include <algorithm>
 #include <limits>
 #include <map>
@@ -27,7 +26,7 @@ using std::to_string;
   throw Error(ErrorKind::invalid_argument, what);
 }
 
-// What the checkers of order have in common.
+// What the checkers of order share.
 struct Ordered {
   Ordered(const Plan& plan, const Order& order) : plan_(plan), order_(order), tasks_of_(plan.stages.size()) {
     for (size_t index = 0; index < plan.tasks.size(); ++index) {
@@ -54,7 +53,7 @@ class OrderChecker : private Ordered {
   }
 
  private:
-  // The task polls the packets that the other writes.
+  // Whether the task polls the packets that the other writes.
   bool polls(int first, int second, const Access& access) const {
     if (access.write || !plan_.placements[buffer_of(access)].packets) return false;
     const std::vector<int>& signals = plan_.tasks[first].signals;
@@ -85,9 +84,9 @@ void OrderChecker::check_conflicts() {
     for (const Access& access : what.accesses) {
       if (!history.may_conflict(buffer_of(access))) continue;
       if (access.axis < 0 || plan_.tasks[tasks_of_[stage][0]].replica) {
-        // All tasks touch the same: of each worker's tasks that they conflict with, the last one counts.
+        // All tasks touch the same bytes, so of each worker's conflicting tasks only the last one matters.
         std::vector<std::pair<int, bool>> last(plan_.queues.size(), {-1, false});
-        std::vector<int> polled;  // of packets, every one
+        std::vector<int> polled;  // tasks that write packets: all matter
         history.conflicts(buffer_of(access), box_of(plan_.graph, what, access, 0, what.extent), access.write,
                           [&](const BoxHistory::Record& record, int task) {
                             if (plan_.placements[buffer_of(access)].packets) polled.push_back(task);
@@ -115,7 +114,7 @@ void OrderChecker::check_conflicts() {
   }
 }
 
-// Whether tiles of a value, cut along one dimension at whole indices, are surely apart: no two indices are one byte.
+// Whether tiles, cut along one dimension at whole indices, are certainly disjoint because no two indices share a byte.
 bool apart_by_index(const Stage& stage, const Access& access, const Value& value, const std::vector<Task>& tasks,
                     const std::vector<int>& indices) {
   if (access.axis < 0) return false;
@@ -169,7 +168,7 @@ void OrderChecker::check_side_by_side(int index) const {
   }
 }
 
-// What a stage reads of temporaries and outputs, stages before it have written.
+// What a stage reads of temporaries and outputs must have been written by earlier stages.
 void OrderChecker::check_defined() const {
   std::map<int, std::vector<Box>> written;  // by buffer
   for (int index = 0; index < static_cast<int>(plan_.stages.size()); ++index) {
@@ -183,7 +182,7 @@ void OrderChecker::check_defined() const {
       if (box.empty() || std::any_of(parts.begin(), parts.end(), [&](const Box& part) { return covers(part, box); })) {
         continue;
       }
-      // Several writes together: byte by byte where that is little work, else by their sum.
+      // Several writes together: exact if that is little work, else by their total size.
       int64_t missing = 0;
       if (box.end() - box.offset <= 1 << 20) {
         std::vector<char> known(box.end() - box.offset, 0);
@@ -229,10 +228,10 @@ class MemoryChecker : private Ordered {
   bool own(int buffer) const { return plan_.placements[buffer].own; }
 };
 
-// A worker's own copy: its tasks keep program order, and whoever wrote the bytes for a reader did so on that worker.
+// For own copies: tasks on one worker keep program order, and a reader's bytes were written on the same worker.
 void MemoryChecker::check_own() const {
-  std::map<int, std::vector<std::pair<int, Box>>> writers;  // by buffer: stage, what it writes
-  std::vector<std::vector<char>> on(plan_.stages.size());   // by stage, worker: has a replica there
+  std::map<int, std::vector<std::pair<int, Box>>> writers;  // by buffer: stages and what they write
+  std::vector<std::vector<char>> on(plan_.stages.size());   // by stage and worker: whether there is a replica
   for (int stage = 0; stage < static_cast<int>(plan_.stages.size()); ++stage) {
     on[stage].resize(plan_.queues.size(), 0);
     for (const int task : tasks_of_[stage]) on[stage][plan_.tasks[task].worker] = 1;
@@ -268,13 +267,13 @@ void MemoryChecker::check_own() const {
   }
 }
 
-// Temporaries that share bytes: all tasks that touch the one have ended before any that touches the other starts.
+// For temporaries that share bytes: all tasks that touch one have ended before any task that touches the other starts.
 void MemoryChecker::check_reuse() const {
   const size_t workers = plan_.queues.size();
   struct Life {
     int buffer = -1;
     std::vector<int> first, last;  // by worker: tasks; -1: none
-    std::vector<int64_t> ended;    // by worker: tasks that have ended when any of these starts
+    std::vector<int64_t> ended;    // by worker: how many of its tasks have ended when any of these starts
   };
   std::vector<Life> lives(plan_.placements.size());
   for (const Queue& queue : plan_.queues) {
@@ -304,7 +303,7 @@ void MemoryChecker::check_reuse() const {
   const auto end = [&](const Life& life) {
     return offset(life) + placed_bytes(plan_.graph.buffers()[life.buffer], plan_.placements[life.buffer]);
   };
-  // Two tasks, one of each, that are not ordered; -1: all are. On own copies only tasks of one worker meet.
+  // A pair of tasks that are not ordered, or -1. For own copies only tasks on the same worker can conflict.
   const auto unordered = [&](const Life& a, const Life& b, bool alone) {
     for (size_t worker = 0; worker < workers; ++worker) {
       if (a.last[worker] < 0) continue;
@@ -342,8 +341,8 @@ void MemoryChecker::check_reuse() const {
   }
 }
 
-// A counter knows no steps: were one task's signal of the next step to come before another's of this one, a waiter
-// would take the former for the latter.
+// A counter does not tell steps apart: if a signal of the next step came before another one of this step, a waiter
+// would mistake it for this step's.
 void check_counters(const Plan& plan, const Order& order) {
   std::vector<std::vector<int>> signallers(plan.events.size());
   for (size_t index = 0; index < plan.tasks.size(); ++index) {

@@ -13,11 +13,11 @@ namespace ark::rdma {
 
 namespace {
 
-constexpr int kSends = 256;                   // requests in the send queue
-constexpr uint64_t kSignalEvery = 16;         // one of so many asks for a completion
-constexpr size_t kBatch = 32;                 // requests of one call
-constexpr uint64_t kReceive = 1ull << 63;     // in the id of a work request
-constexpr uint32_t kCreditsAlone = 1u << 31;  // in immediate data: credits (7 bits at 24) and nothing else
+constexpr int kSends = 256;                   // length of the send queue, in requests
+constexpr uint64_t kSignalEvery = 16;         // one request in this many asks for a completion
+constexpr size_t kBatch = 32;                 // most requests per call of post_send
+constexpr uint64_t kReceive = 1ull << 63;     // flag in a work request's id
+constexpr uint32_t kCreditsAlone = 1u << 31;  // immediate data of a signal that only returns credits (7 bits at 24)
 constexpr uint32_t kMostReturned = 127;
 constexpr int kPoll = 32;
 
@@ -31,7 +31,7 @@ Channel::Channel(std::shared_ptr<Engine> engine, int rank, int peer, int size, S
       shape_(shape),
       memory_(nullptr, [](std::byte* one) { std::free(one); }) {
   const size_t bytes = size_t{shape.slots} * shape.slot_bytes;
-  // A fresh allocation of whole pages: nothing else of the process is registered with it.
+  // Whole pages of their own, so that the registration covers nothing else of the process.
   const size_t page = 4096, room = (2 * bytes + page - 1) / page * page;
   memory_.reset(static_cast<std::byte*>(std::aligned_alloc(page, room)));
   if (!memory_) throw system_error("no memory for messages of rank " + std::to_string(peer), ENOMEM);
@@ -59,7 +59,7 @@ Channel::Channel(std::shared_ptr<Engine> engine, int rank, int peer, int size, S
 }
 
 Channel::~Channel() {
-  // First who hears of completions, then what they come from and where they go, then the memory (the members' order).
+  // The order matters: no more callbacks, then the queue pair, then its completion queue. Members free the memory last.
   engine_->silence(queue_);
   pair_->fail();
   pair_.reset();
@@ -112,7 +112,7 @@ uint64_t Channel::put_with_signal(const void* from, uint32_t key, size_t bytes, 
   return enqueue(from, key, bytes, to, remote_key, true, value);
 }
 
-// A write that is longer than a message may be goes in pieces; the last one signals and has the number.
+// Splits a write that exceeds the port's largest message. Only the last piece signals and carries the number.
 uint64_t Channel::enqueue(const void* from, uint32_t key, size_t bytes, uint64_t to, uint32_t remote_key, bool signals,
                           uint32_t value) {
   const uint32_t most = std::clamp<uint32_t>(engine_->device()->port().most_bytes, 4096, 1u << 30);
@@ -154,7 +154,8 @@ void Channel::post_waiting() {
     add(next);
     waiting_.pop_front();
   }
-  // A signal that went has taken what was owed with it, once it is made (post()); else half is worth one of its own.
+  // post() returns owed credits with every signal. If this batch has no signal and half of the credits are owed, they
+  // go in a signal of their own.
   const bool signals = std::any_of(batch.begin(), batch.end(), [](const Request& one) { return one.signals; });
   if (!failure_ && !signals && owed_ >= (shape_.slots + 1) / 2 && credits_ >= 1 && room > 0) {
     least_credits_ = std::min(least_credits_, --credits_);
@@ -204,7 +205,7 @@ void Channel::post(std::vector<Request>& batch) {
   ibv_send_wr* bad = nullptr;
   const int error = Verbs::post_send(pair_->get(), requests, &bad);
   if (error == 0) return;
-  posted_ = bad ? bad->wr_id : first;  // what stands before it was taken
+  posted_ = bad ? bad->wr_id : first;  // the requests before `bad` were posted
   fail_locked(system_error("the NIC took no request for rank " + std::to_string(peer_), error < 0 ? errno : error,
                            "Destroy the process group on every rank (or restart the job) before going on.")
                   .at(rank_, "rdma write"));
@@ -238,7 +239,7 @@ void Channel::take_one(const ibv_wc& completion) {
     completed_ = std::max(completed_, completion.wr_id + 1);
   }
   if (completion.status != IBV_WC_SUCCESS) {
-    // What is flushed only follows: the first failure of this side's, or of its own doing, is the story.
+    // Flushed requests only follow from the first failure, so they do not replace its error.
     const bool follows = failure_ && completion.status == IBV_WC_WR_FLUSH_ERR;
     if (!follows)
       fail_locked(error_of(completion, rank_, peer_, receive ? "receive" : "write", engine_->device()->port().device));

@@ -1,16 +1,9 @@
-// A connection to one peer over RDMA: put, put_with_signal, wait, flush.
+// A reliable RDMA connection to one peer: put, put_with_signal, wait, flush.
 //
-// A put writes into the peer's memory, in the order of the calls; a signal (a write with immediate data) follows what
-// was put before it and takes one receive of the peer's. Credits see to it that there is one: each side posts `slots`
-// receives before the other may send, a signal takes a credit, and release() gives it back, with the next signal that
-// goes the other way or, when half of them are owed, with a signal of its own. The last credit is for that one alone:
-// it returns at least half of the others, of which the peer's answers return it, so two that only send never stop.
-//
-// Requests are posted together, linked, as credits and the send queue's length allow; of those posted together the last
-// asks for a completion, and every kSignalEvery-th. Completions of one connection come in order, so one stands for all
-// before it. A failure is final: the queue pair is in its error state, nothing that is still outstanding will be
-// carried out, and the peer can write here no more. Thread-safe. Each side has an inbox of `slots` slots that the peer
-// writes to and an outbox as large to write from, both registered.
+// A put writes into the peer's memory. Puts arrive in call order. A signal is a write with immediate data: it arrives
+// after all earlier puts and consumes one receive at the peer. Each side has a registered inbox of `slots` slots, which
+// the peer writes to, and an outbox of the same size to write from. A failure is final: the queue pair enters its error
+// state, outstanding requests are dropped and the peer can no longer write here. Thread-safe.
 #pragma once
 
 #include <chrono>
@@ -27,6 +20,14 @@
 
 namespace ark::rdma {
 
+// Credits guarantee that every signal finds a receive. Each side posts `slots` receives before it connects. A signal
+// takes a credit, and release() makes the receiver owe it back. Owed credits travel with the next signal in the other
+// direction, or in a signal of their own once half of them are owed. The last credit is reserved for that signal, so
+// two sides that only send never deadlock.
+//
+// Requests are posted in linked batches, as credits and the send queue allow. The last request of a batch asks for a
+// completion, and so does every kSignalEvery-th. Completions of a connection arrive in order, so one covers all
+// requests before it.
 class Channel final : public Sink {
  public:
   using Clock = std::chrono::steady_clock;
@@ -39,34 +40,34 @@ class Channel final : public Sink {
   Channel(std::shared_ptr<Engine> engine, int rank, int peer, int size, Shape shape);
   ~Channel() override;
 
-  Endpoint endpoint() const;  // what the peer must know
-  // Error(invalid_argument) for a record that is not this peer's; Error(system) where the NIC refuses.
+  Endpoint endpoint() const;  // the record that the peer needs to connect
+  // Throws Error(invalid_argument) if the record is not this peer's, Error(system) if the NIC refuses.
   void connect(const Endpoint& peer, int mtu);
 
-  // Called on the engine's thread, without locks, after signals, completions or a failure. To be set before connect().
+  // The engine's thread calls this without locks after signals, completions or a failure. Set it before connect().
   void on_change(std::function<void()> changed) { changed_ = std::move(changed); }
 
-  // Memory that lives and is registered (key) until done(the number returned). to, remote_key: the peer's.
+  // `from` must stay alive and registered (key) until done(returned number). `to` and remote_key are the peer's.
   uint64_t put(const void* from, uint32_t key, size_t bytes, uint64_t to, uint32_t remote_key);
   uint64_t put_with_signal(const void* from, uint32_t key, size_t bytes, uint64_t to, uint32_t remote_key,
                            uint32_t value);
   uint64_t signal(uint32_t value) { return put_with_signal(nullptr, 0, 0, 0, 0, value); }
-  // A write of nothing, when nothing else is outstanding: fails where the peer does not answer.
+  // Posts an empty write if nothing else is outstanding. It fails if the peer does not answer.
   void probe();
 
-  // The next signal's value, in the order in which they were sent; none yet; release() when its slot is free again.
+  // Returns the oldest signal's value, or nothing if none has arrived. Call release() once its slot is free again.
   std::optional<uint32_t> take();
-  uint32_t wait(Clock::time_point deadline);  // Error(timeout), or the failure
+  uint32_t wait(Clock::time_point deadline);  // throws Error(timeout) or the failure
   void release();
 
   bool done(uint64_t number) const;
-  void flush(Clock::time_point deadline);  // until all puts are done; Error(timeout), or the failure
+  void flush(Clock::time_point deadline);  // waits until all puts are done; throws Error(timeout) or the failure
   std::optional<Error> failure() const;
   void fail(const Error& error);
-  // After a failure, until the NIC has given back everything that it had; false at the deadline.
+  // After a failure, waits until the NIC has returned every request. Returns false at the deadline.
   bool drain(Clock::time_point deadline);
 
-  // Slot of the peer's inbox, for put(); slots of this side's.
+  // Slots of the peer's inbox, for put(); then slots of this side's memory.
   uint64_t remote_slot(uint64_t index) const { return remote_.inbox + index % shape_.slots * shape_.slot_bytes; }
   uint32_t remote_key() const { return remote_.key; }
   std::byte* inbox(uint64_t index) { return inbox_ + index % shape_.slots * shape_.slot_bytes; }
@@ -76,7 +77,7 @@ class Channel final : public Sink {
   int peer() const { return peer_; }
 
   struct Counts {
-    uint64_t posted = 0, calls = 0, asked = 0;  // requests; calls of post_send; of them with a completion
+    uint64_t posted = 0, calls = 0, asked = 0;  // requests; calls of post_send; requests that asked for a completion
     uint64_t credit_signals = 0;
     uint32_t credits = 0, least_credits = 0;
   };
@@ -91,7 +92,7 @@ class Channel final : public Sink {
     uint64_t to;
     uint32_t bytes, key, remote_key, value;
     bool signals;
-    uint64_t number;  // 0: of the channel's own
+    uint64_t number;  // 0: a request of the channel itself
   };
   uint64_t enqueue(const void* from, uint32_t key, size_t bytes, uint64_t to, uint32_t remote_key, bool signals,
                    uint32_t value);
@@ -114,13 +115,13 @@ class Channel final : public Sink {
   std::unique_ptr<QueuePair> pair_;
   Endpoint remote_;
 
-  mutable std::mutex mutex_;  // of what follows, and of the queue pair
+  mutable std::mutex mutex_;  // guards the members below and the queue pair
   std::condition_variable something_;
   std::deque<Request> waiting_;
   std::deque<uint32_t> arrived_;
-  std::vector<uint64_t> numbers_;  // of the requests that are posted, by their place in the send queue
+  std::vector<uint64_t> numbers_;  // number of each posted request, by its place in the send queue
   uint64_t last_number_ = 0, done_number_ = 0;
-  uint64_t posted_ = 0, completed_ = 0;  // requests to the NIC
+  uint64_t posted_ = 0, completed_ = 0;  // counts of requests
   uint64_t since_asked_ = 0;
   uint32_t credits_ = 0, owed_ = 0, least_credits_ = 0, receives_ = 0;
   bool connected_ = false;

@@ -12,7 +12,7 @@ namespace ark::rdma {
 
 namespace {
 
-constexpr int kMostPorts = 16, kMostGids = 1024;  // bounds for what a driver claims
+constexpr int kMostPorts = 16, kMostGids = 1024;  // bounds on what a driver reports
 
 const char* name_of(ibv_port_state state) {
   switch (state) {
@@ -34,7 +34,7 @@ bool is_ipv4(const ibv_gid& gid) {
   return std::memcmp(gid.raw, prefix, sizeof prefix) == 0;
 }
 
-// The kernel's file, where the library is too old to ask.
+// Reads the GID's type from sysfs, for libraries without ibv_query_gid_ex.
 ibv_gid_type type_in_sysfs(const std::string& device, int port, int index) {
   std::ifstream file("/sys/class/infiniband/" + device + "/ports/" + std::to_string(port) + "/gid_attrs/types/" +
                      std::to_string(index));
@@ -48,7 +48,7 @@ struct Gid {
   ibv_gid_type type = IBV_GID_TYPE_IB;
 };
 
-// False: the entry is empty.
+// Returns false if the entry is empty.
 bool read_gid(const Verbs& verbs, ibv_context* context, const PortInfo& port, int index, Gid& found) {
   ibv_gid_entry entry{};
   if (verbs.query_gid_ex && verbs.query_gid_ex(context, static_cast<uint32_t>(port.port), static_cast<uint32_t>(index),
@@ -67,7 +67,7 @@ std::string text_of_type(const Gid& gid) {
          (is_ipv4(gid.gid) ? ", IPv4" : ", IPv6");
 }
 
-// RoCE v2 before v1, IPv4 before IPv6, a routed address before one of the link alone.
+// Prefers RoCE v2 over v1, then IPv4 over IPv6, then a routed address over a link-local one.
 int rank_of(const Gid& gid) {
   const bool link_local = gid.gid.raw[0] == 0xfe && gid.gid.raw[1] == 0x80;
   return (gid.type == IBV_GID_TYPE_ROCE_V2 ? 4 : 0) + (is_ipv4(gid.gid) ? 2 : 0) + (link_local ? 0 : 1);
@@ -111,7 +111,7 @@ PortInfo look(const Verbs& verbs, ibv_context* context, const std::string& devic
   port.device = device;
   port.port = number;
   ibv_port_attr attributes;
-  std::memset(&attributes, 0, sizeof attributes);  // the library's own is shorter
+  std::memset(&attributes, 0, sizeof attributes);  // the library may fill in a shorter struct
   if (const int error = verbs.query_port(context, static_cast<uint8_t>(number), &attributes)) {
     port.trouble = "its port " + std::to_string(number) + " cannot be asked: " + std::strerror(error);
     return port;
@@ -139,7 +139,7 @@ PortInfo look(const Verbs& verbs, ibv_context* context, const std::string& devic
   return port;
 }
 
-// Of "a,b"; none: any device.
+// Splits "a,b". Empty for any device.
 std::vector<std::string> names_in(const std::string& list) {
   std::vector<std::string> names;
   std::istringstream text(list == "all" ? "" : list);
@@ -160,7 +160,7 @@ Error unknown_device(const std::string& name, const std::string& there) {
                ErrorContext{-1, -1, "init", 0, "Name one of these, or unset ARK_RDMA_DEVICE."});
 }
 
-// Visits (context, its ports) of every device that opens; visit returns true to keep that context, and ends it.
+// Calls visit(context, limits, ports) for each device. A visit that returns true keeps the context and ends the loop.
 template <class Visit>
 void visit_devices(const Verbs& verbs, const Options& options, std::string& names, Visit&& visit) {
   int count = 0;
@@ -268,7 +268,7 @@ std::shared_ptr<Device> Device::open(std::shared_ptr<const Verbs> verbs, const O
   }
   device->domain_ = verbs->alloc_pd(device->context_);
   if (!device->domain_) throw system_error("no protection domain on " + device->port_.device, errno);
-  // Events are read by a thread that must not be held up.
+  // The engine's thread reads events and must not block on this descriptor.
   const int events = device->context_->async_fd;
   ::fcntl(events, F_SETFL, ::fcntl(events, F_GETFL) | O_NONBLOCK);
   return device;

@@ -1,8 +1,8 @@
-// Which NIC, port and address RDMA goes by, opened; and what there is to choose from, for people.
+// Opens the NIC, port and GID that RDMA uses, and lists the available ones for `ark doctor`.
 //
-// By default the first device with an active port, on it RoCE v2 with an IPv4 address (what routers and switches of
-// today carry), read from the types of the port's GIDs; InfiniBand ports have one kind only. What a user asks for and
-// is not there is an error that says what is.
+// The default is the first device with an active port. On RoCE ports it prefers a RoCE v2 GID with an IPv4 address,
+// which today's switches and routers carry. If the user asks for something that is missing, the error lists what
+// exists.
 #pragma once
 
 #include <memory>
@@ -21,29 +21,29 @@ struct PortInfo {
   bool active = false;
   std::string state;  // "active", "down", ...
   bool ethernet = false;
-  int mtu = 0;              // bytes, active
-  uint32_t most_bytes = 0;  // of one message
+  int mtu = 0;              // active MTU, in bytes
+  uint32_t most_bytes = 0;  // largest message
   uint16_t lid = 0;
   int pkeys = 0;
-  int gid_index = -1;  // that would be chosen; -1: none
+  int gid_index = -1;  // the GID that open() would use; -1: none
   ibv_gid gid{};
   std::string gid_type;  // "RoCE v2, IPv4", ...
-  std::string trouble;   // why it cannot be used; empty: it can
+  std::string trouble;   // why the port cannot be used; empty if it can
 };
 
-// All ports of all devices, each with what would be chosen there; nothing is kept open.
+// Lists all ports of all devices with the GID that open() would use. Keeps no device open.
 std::vector<PortInfo> ports_of(const Verbs& verbs, const Options& options);
 
-// The devices that options.device names ("a,b"; "all": all there are). Error(invalid_argument) for one that is not
-// there, Error(system) where there is none at all.
+// Lists the devices that options.device names ("a,b"; "all" names all devices). Throws Error(invalid_argument) for a
+// name that no device has, and Error(system) if there is no device.
 std::vector<std::string> wanted_devices(const Verbs& verbs, const Options& options);
 
-// As "10.77.0.1" or "fe80:0:...".
+// For example "10.77.0.1" or "fe80:0:...".
 std::string text_of(const ibv_gid& gid);
 
 class Device {
  public:
-  // Error(invalid_argument) for what was asked for and is not there, Error(system) where there is none to use.
+  // Throws Error(invalid_argument) if a requested device is missing, Error(system) if no device is usable.
   static std::shared_ptr<Device> open(std::shared_ptr<const Verbs> verbs, const Options& options);
   ~Device();
   Device(const Device&) = delete;
@@ -55,7 +55,7 @@ class Device {
   const ibv_device_attr& limits() const { return limits_; }
   ibv_context* context() const { return context_; }
   ibv_pd* domain() const { return domain_; }
-  // "mlx5_0 port 1, GID 3 (RoCE v2, IPv4: 10.0.0.1), MTU 4096"
+  // For example "mlx5_0 port 1, GID 3 (RoCE v2, IPv4: 10.0.0.1), MTU 4096".
   std::string text() const;
 
  private:

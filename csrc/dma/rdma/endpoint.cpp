@@ -12,7 +12,7 @@ namespace {
 
 constexpr uint32_t kOfferMagic = 0x4f'4b'52'41;     // "ARKO" in memory
 constexpr uint32_t kEndpointMagic = 0x45'4b'52'41;  // "ARKE"
-constexpr uint32_t kVersion = 2;                    // of both and of what goes over the connection
+constexpr uint32_t kVersion = 2;                    // of both records and of the protocol on the connection
 constexpr char kOffer[] = "RDMA offer", kEndpoint[] = "RDMA handle record";
 constexpr uint32_t kMost24 = (1u << 24) - 1;
 constexpr uint32_t kMostSlots = 1 << 10, kMostSlotBytes = 1 << 20;
@@ -112,7 +112,7 @@ Decision decide(const std::vector<Offer>& offers, int rank) {
                   ") and rank " + std::to_string(other_link->rank) + " has " +
                   (other_link->ethernet ? "RoCE" : "InfiniBand") + " (" + other_link->device + ")",
               "Choose devices of one network with ARK_RDMA_DEVICE.");
-  // The path's MTU must be one that every port has, or packets vanish without a word.
+  // Every port must support the path's MTU; otherwise packets vanish without an error.
   const auto least =
       std::min_element(offers.begin(), offers.end(), [](const Offer& a, const Offer& b) { return a.mtu < b.mtu; });
   for (const Offer& offer : offers) {

@@ -90,7 +90,7 @@ ibv_cq* Engine::begin_queue(int entries, Sink& sink) {
 }
 
 void Engine::silence(ibv_cq* queue) {
-  const std::lock_guard lock(mutex_);  // the thread acknowledges what it has read before it lets go
+  const std::lock_guard lock(mutex_);  // take_completions() acknowledges its events before it unlocks
   sinks_.erase(queue);
 }
 
@@ -125,7 +125,7 @@ void Engine::take_device_events() {
   while (verbs().get_async_event(device_->context(), &event) == 0) {
     const bool fatal = event.event_type == IBV_EVENT_DEVICE_FATAL;
     verbs().ack_async_event(&event);
-    // What a port or a queue pair suffers, completions tell, once the retry budget is used up.
+    // Port and queue pair errors reach the channels as failed completions once the retry budget is used up.
     if (!fatal) continue;
     const Error error(ErrorKind::system, "the RDMA device " + device_->port().device + " failed",
                       ErrorContext{-1, -1, "", 0, "See the kernel's log (dmesg) for the NIC, and restart the job."});

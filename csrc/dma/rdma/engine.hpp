@@ -1,9 +1,9 @@
-// One NIC of this process at work: its memory registrations, and one thread that tells channels of completions.
+// One open NIC of this process: its memory registrations and the thread that reports completions to channels.
 //
-// The thread sleeps in poll() on the NIC's completion channel, its asynchronous events and a descriptor that ends it;
-// nothing wakes an idle engine. Every queue is asked for its next event before it is emptied, so none is lost. Groups
-// of a process share the engine of a device; the last one that goes ends it. Thread-safe; queues are begun and ended
-// by threads that hold none of the locks that their sink takes.
+// The thread sleeps in poll() on the completion channel, the asynchronous events and a stop descriptor, so an idle
+// engine costs nothing. It re-arms a queue before it drains it, so no event is lost. Groups of a process share a
+// device's engine; the last group to go stops it. Thread-safe. Callers of begin_queue() and silence() must not hold a
+// lock that their sink takes.
 #pragma once
 
 #include <map>
@@ -19,7 +19,7 @@
 
 namespace ark::rdma {
 
-// Whom completions are for. Called on the engine's thread.
+// Receives the completions of a queue, on the engine's thread.
 class Sink {
  public:
   virtual ~Sink() = default;
@@ -30,11 +30,12 @@ class Sink {
 class Engine {
  public:
   explicit Engine(std::shared_ptr<Device> device);
-  ~Engine();  // after every queue
+  ~Engine();  // destroy all queues first
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // The process's engine for these options, opened when it is not there. Errors: Device::open, and no libibverbs.
+  // Returns the process's engine for these options and opens it if needed. Throws as Device::open does, or if
+  // libibverbs is missing.
   static std::shared_ptr<Engine> of(const Options& options);
   // One for each device that options.device names, in that order; by default one. Those that cannot be used are left
   // out, and left_out says why; none is an error, as is a name that no device has.
@@ -44,7 +45,8 @@ class Engine {
   const Verbs& verbs() const { return device_->verbs(); }
   Registrations& memory() { return memory_; }
 
-  // A completion queue whose events go to the sink until silence() returns; then the queue may be ended.
+  // Creates a completion queue whose events go to the sink until silence() returns. Only then may end_queue() destroy
+  // it.
   ibv_cq* begin_queue(int entries, Sink& sink);
   void silence(ibv_cq* queue);
   void end_queue(ibv_cq* queue) { verbs().destroy_cq(queue); }
@@ -58,7 +60,7 @@ class Engine {
   Registrations memory_;
   ibv_comp_channel* channel_ = nullptr;
   UniqueFd end_;
-  std::mutex mutex_;  // of sinks_, and held while one of them is called
+  std::mutex mutex_;  // guards sinks_; held while a sink is called
   std::map<ibv_cq*, Sink*> sinks_;
   std::thread thread_;
 };

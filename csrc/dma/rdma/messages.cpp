@@ -1,4 +1,4 @@
-// Matching: what is sent, received, set aside and given up.
+// Matches sends with receives, keeps unexpected messages and cancels messages.
 #include "dma/rdma/messages.hpp"
 
 #include "util/start_thread.hpp"
@@ -10,7 +10,7 @@ namespace ark::rdma {
 
 namespace {
 
-constexpr auto kForFlushes = std::chrono::seconds(1);  // that the NIC takes to give back what was outstanding
+constexpr auto kForFlushes = std::chrono::seconds(1);  // how long the NIC may take to return outstanding requests
 
 template <class Queue, class Value>
 bool erase_from(Queue& queue, const Value& value) {
@@ -54,7 +54,7 @@ Messages::Peer& Messages::peer_of(int rank) {
   if (!peer.wanted && !peer.failure && !closing_) {
     peer.wanted = true;
     to_connect_.push_back(rank);
-    // Started here, so that a group that never leaves its node has no such thread.
+    // Start the thread on first use: a group that stays on one node never needs it.
     if (!connecting_.joinable())
       connecting_ = start_thread("the thread that connects RDMA's peers", [this] { connect_peers(); });
     wanted_.notify_all();
@@ -62,13 +62,18 @@ Messages::Peer& Messages::peer_of(int rank) {
   return peer;
 }
 
-Messages::State Messages::begin(bool sends, int peer, bool any, int32_t tag, void* data, size_t bytes) {
-  return State(new MessageState{.sends = sends, .peer = peer, .any = any, .tag = tag, .data = data, .bytes = bytes});
+Messages::State Messages::begin(bool sends, int peer, bool any, int32_t tag, void* data, size_t bytes, Where where) {
+  if (where == Where::gpu && bytes <= most_small())
+    throw error(ErrorKind::invalid_argument, peer,
+                "a message of " + std::to_string(bytes) + " bytes in GPU memory is too small to be written directly",
+                "Copy it to the host first.");
+  return State(new MessageState{
+      .sends = sends, .peer = peer, .any = any, .tag = tag, .data = data, .bytes = bytes, .where = where});
 }
 
-Messages::MessagePtr Messages::send(int rank, int32_t tag, const void* data, size_t bytes) {
+Messages::MessagePtr Messages::send(int rank, int32_t tag, const void* data, size_t bytes, Where where) {
   const std::lock_guard lock(mutex_);
-  const State message = begin(true, rank, false, tag, const_cast<void*>(data), bytes);
+  const State message = begin(true, rank, false, tag, const_cast<void*>(data), bytes, where);
   auto handle = std::make_unique<Message>(shared_from_this(), message);
   if (failure_) return fail(*message, *failure_), std::move(handle);
   Peer& peer = peer_of(rank);
@@ -91,9 +96,9 @@ Messages::MessagePtr Messages::send(int rank, int32_t tag, const void* data, siz
   return handle;
 }
 
-Messages::MessagePtr Messages::receive(int rank, int32_t tag, void* data, size_t bytes) {
+Messages::MessagePtr Messages::receive(int rank, int32_t tag, void* data, size_t bytes, Where where) {
   const std::lock_guard lock(mutex_);
-  const State message = begin(false, rank, false, tag, data, bytes);
+  const State message = begin(false, rank, false, tag, data, bytes, where);
   auto handle = std::make_unique<Message>(shared_from_this(), message);
   if (failure_) return fail(*message, *failure_), std::move(handle);
   Peer& peer = peer_of(rank);
@@ -139,10 +144,10 @@ Messages::MessagePtr Messages::receive_any(int32_t tag, void* data, size_t bytes
   return handle;
 }
 
-// Registered here, on the thread that receives: memory that the system does not register is its error.
+// Registers the memory on the receiving thread, so that a refused registration fails the receive itself.
 void Messages::announce(Peer& peer, const State& message) {
   try {
-    message->held = hold(message->data, message->bytes, message->bytes >= setup_.least_striped);
+    message->held = hold(message->data, message->bytes, message->bytes >= setup_.least_striped, message->where);
   } catch (const Error& refused) {
     peer.receives.erase({message->tag, message->index});
     return fail(*message, refused.at(setup_.rank, "rdma receive"));
@@ -155,7 +160,7 @@ void Messages::announce(Peer& peer, const State& message) {
   pump(peer);
 }
 
-// False: no slot is free yet; completions bring us back here.
+// Returns false if no slot is free yet; a later completion calls pump() again.
 bool Messages::put_slot(Peer& peer, const Control& control, const void* data) {
   const Header& header = control.header;
   Channel& channel = *peer.channel;
@@ -183,12 +188,12 @@ void Messages::pump(Peer& peer) {
   while (!peer.small_sends.empty()) {
     MessageState& message = *peer.small_sends.front();
     if (!put_slot(peer, {{Header::small, message.tag, message.index, message.bytes, 0, 0, 0}}, message.data)) return;
-    finish(message);  // it has been copied
+    finish(message);  // the data was copied into the slot
     peer.small_sends.pop_front();
   }
 }
 
-// The bytes, and behind them the word that they are there: RC keeps the order.
+// Writes the bytes, then a message that they are there. A reliable connection keeps the order.
 void Messages::begin_large(Peer& peer, const State& message, const Control& target) {
   const Place place{message->tag, message->index};
   peer.large_sends.erase(place);
@@ -200,7 +205,7 @@ void Messages::begin_large(Peer& peer, const State& message, const Control& targ
     return;
   }
   try {
-    message->held = hold(message->data, message->bytes, message->bytes >= setup_.least_striped);
+    message->held = hold(message->data, message->bytes, message->bytes >= setup_.least_striped, message->where);
   } catch (const Error& refused) {
     return fail(*message, refused.at(setup_.rank, "rdma send"));
   }
@@ -212,14 +217,15 @@ void Messages::begin_large(Peer& peer, const State& message, const Control& targ
   pump(peer);
 }
 
-// Whether something that this rank has begun may need what the peer sends.
+// Returns true if a message that this rank has begun may need the peer's next slots.
 bool Messages::awaits(const Peer& peer) const {
   const auto waits = [](const auto& one) { return !one.second.empty(); };
   return !peer.receives.empty() || !peer.large_sends.empty() || peer.signal_waits > 0 ||
          std::any_of(any_.begin(), any_.end(), waits);
 }
 
-// What has arrived, as far as there is room for it. all: the connection has ended, and no more than its slots can come.
+// Takes arrived slots while there is room for unexpected messages. all: the connection has ended, so at most its slots
+// remain.
 void Messages::take_slots(int rank, Peer& peer, bool all) {
   const std::shared_ptr<Channel> channel = peer.channel;
   while (channel && (all || peer.kept() < setup_.most_kept || awaits(peer))) {
@@ -234,7 +240,8 @@ void Messages::take_slots(int rank, Peer& peer, bool all) {
   }
 }
 
-// False, and the connection has failed, where its messages are too many even for one who waits for another of it.
+// Returns false, and fails the connection, if the peer has sent more unexpected messages than even a waiting rank
+// keeps.
 bool Messages::may_keep(int rank, Peer& peer) {
   const size_t most = setup_.most_kept * kWhereAwaited;
   if (peer.kept() < most) return true;
@@ -247,7 +254,7 @@ bool Messages::may_keep(int rank, Peer& peer) {
   return false;
 }
 
-// False: what stands there is no message.
+// Returns false if the slot holds no valid message.
 bool Messages::take_slot(int rank, Peer& peer, uint32_t bytes) {
   const std::byte* slot = peer.channel->inbox(peer.slots_taken++);
   Header header;
@@ -271,7 +278,7 @@ void Messages::deliver(int rank, Peer& peer, const Header& header, const std::by
       }
       if (const auto found = peer.received.find(header.tag);
           found != peer.received.end() && header.index < found->second)
-        return;  // its receive was given up
+        return;  // its receive was cancelled
       if (const auto any = any_.find(header.tag); any != any_.end() && !any->second.empty()) {
         const State message = any->second.front();
         any->second.pop_front();
@@ -287,7 +294,7 @@ void Messages::deliver(int rank, Peer& peer, const Header& header, const std::by
         const State message = found->second;
         return begin_large(peer, message, target);
       }
-      // Of a send that was given up, or is small and will find the receive too large: nothing to write.
+      // Ignore the announcement if the send was cancelled, or if it is small and will find the receive too large.
       if (header.index >= peer.sent[header.tag] && may_keep(rank, peer)) peer.announced[place] = target;
       return;
     }
@@ -354,7 +361,7 @@ void Messages::fail(MessageState& message, const Error& error) {
   something_.notify_all();
 }
 
-// The channel's error state first: from there on nothing is written to, or read from, the memory of its messages.
+// Fails the channel first: after that the NIC neither writes nor reads the memory of its messages.
 void Messages::fail_peer(Peer& peer, const Error& why) {
   if (!peer.failure) peer.failure = why;
   for (const auto& channel : channels_of(peer)) channel->fail(*peer.failure);
@@ -376,7 +383,7 @@ void Messages::fail_peer(Peer& peer, const Error& why) {
   something_.notify_all();
 }
 
-// What it has sent before counts still; only what is awaited of it will not come.
+// Keeps what the peer sent earlier. Only messages that are still awaited fail.
 void Messages::leave(int rank, Peer& peer) {
   peer.left = true;
   fail_peer(peer, error(ErrorKind::peer_lost, rank, "rank " + std::to_string(rank) + " has left the group",
@@ -386,7 +393,7 @@ void Messages::leave(int rank, Peer& peer) {
 void Messages::changed(int rank, int rail) {
   const std::lock_guard lock(mutex_);
   Peer& peer = peers_[rank];
-  if (!peer.channel) return;  // it is still connecting, and looks here once more afterwards
+  if (!peer.channel) return;  // still connecting; connect_peers() calls this again
   const std::shared_ptr<Channel> channel = peer.channel;
   if (rail > 0) {
     take_rail(rank, peer, rail);
@@ -398,14 +405,14 @@ void Messages::changed(int rank, int rail) {
     peer.moving.pop_front();
   }
   if (const auto why = channel->failure()) {
-    take_slots(rank, peer, true);  // what it has sent before counts
+    take_slots(rank, peer, true);  // keeps what the peer sent before the failure
     fail_peer(peer, *why);
   }
   pump(peer);
   something_.notify_all();
 }
 
-// Of a small send that is late and still here.
+// Explains the timeout of a small send that still waits for a slot.
 void Messages::refuse_full(const MessageState& message) {
   const bool takes_a_slot = message.kind != MessageState::Kind::put && message.bytes <= most_small();
   if (!message.sends || !takes_a_slot || !peers_[message.peer].channel) return;
@@ -434,7 +441,7 @@ bool Messages::wait_until(MessageState& message, Clock::time_point deadline, boo
     }
     if (something_.wait_until(lock, std::min(deadline, now + setup_.probe), ended)) break;
     if (message.any) continue;
-    // A failure of the probe ends the message.
+    // If the probe fails, it ends the message.
     if (const Peer& peer = peers_[message.peer]; peer.channel && !peer.failure) peer.channel->probe();
   }
   if (message.stage == Stage::failed) throw *message.error;
@@ -459,7 +466,7 @@ void Messages::give_up(const State& message) {
     peer.large_sends.erase(place);
   } else {
     peer.receives.erase(place);
-    // Announced memory may be written to any time, unless the announcement is still here.
+    // The peer may write to announced memory at any time, unless the announcement has not left yet.
     const auto same = [&](const Control& waiting) {
       const Header& one = waiting.header;
       return one.kind == Header::announcement && one.tag == message->tag && one.index == message->index;

@@ -1,33 +1,12 @@
-// Messages between the ranks of a group over RDMA: send, receive, receive from anyone; each can be waited for, given
-// up.
+// Messages between the ranks of a group over RDMA: send, receive and receive from any rank. Each can be waited for or
+// cancelled.
 //
-// Messages of one tag between two ranks arrive in the order in which they are sent: the n-th that is sent meets the
-// n-th receive. Small ones are written into the peer's inbox, a slot each, and copied out of it. Of large ones the
-// receiver registers its memory and announces it, and the sender writes straight there; which it is both know from the
-// size, on which they must agree. A tag is received from anyone, and then small, or from one rank each time; never
-// both.
-//
-// A small message that nobody has asked for yet is set aside, as is the announcement of a receive whose send has not
-// begun. Of one peer up to Setup::most_kept are kept; then its slots stay full, so that its credits end and its sends
-// wait. Who waits for that peer's message of another tag, or sends to it, must hear what comes behind: then more are
-// kept, up to kWhereAwaited times as many, beyond which the connection fails.
-//
-// A peer is connected to at the first message to or from it: a thread makes the channel, publishes its endpoint in the
-// store and looks for the peer's, while the message waits. Who waits for a peer that stays silent sends it an empty
-// write now and then, which fails when it is gone. A peer that closes says so, and what is still awaited of it ends.
-//
-// One-sided: a put writes into memory whose address and key the peer has told, a signal behind it is counted there, by
-// window. Both go in the order of their calls (messages_one_sided.cpp).
-//
-// With several NICs (rails) a pair of ranks has a connection on each. All goes by the first, but for parts of large
-// messages and puts, each of which ends with a signal on its rail; the word that a message is there says how many of
-// those the peer must have heard, since rails keep no order between them. A rail is used once both sides have heard
-// each other on it. One that fails is left out: both ends close theirs, then its parts are written once more by the
-// first (messages_rails.cpp). The first rail's failure is the connection's.
-//
-// A message that is given up while the NIC may write to or read from its memory takes its connection with it: nothing
-// is touched any more once abort() or the destructor has returned. Thread-safe. Locks: the engine's, then ours, then a
-// channel's.
+// Messages of one tag between two ranks match in order: the n-th send meets the n-th receive. A small message goes
+// through a slot of the peer's inbox and is copied out. For a large one, the receiver registers and announces its
+// memory and the sender writes straight into it. Both ends choose by the size, on which they must agree. A tag is
+// received either from any rank, and then only small messages, or always from named ranks. A put writes into memory
+// whose address and keys the peer has published, without a receive; a signal after it is counted at the peer.
+// Thread-safe.
 #pragma once
 
 #include <array>
@@ -48,7 +27,7 @@ namespace ark::rdma {
 
 class Messages;
 
-// Memory as it is registered with every rail, and the keys by which a peer may write to it.
+// Memory that is registered with every rail, and the keys with which a peer may write to it.
 using Keys = std::array<uint32_t, kMostRails>;
 struct Held {
   std::array<Registrations::Use, kMostRails> rails;
@@ -63,7 +42,7 @@ struct Held {
   explicit operator bool() const { return static_cast<bool>(rails[0]); }
 };
 
-// What a message is to the thread that carries it.
+// The state of a message that the carrying thread works on.
 struct MessageState {
   // A write of it that is under way.
   struct Part {
@@ -74,30 +53,31 @@ struct MessageState {
   };
   enum class Stage { waiting, moving, done, failed };
   const bool sends;
-  int peer;  // of a receive from anyone: the sender, once it has come
+  int peer;  // of a receive from any rank: the sender, once known
   const bool any;
   const int32_t tag;
   void* const data;
   const size_t bytes;
   enum class Kind { message, put, signal };
   const Kind kind = Kind::message;
+  const Where where = Where::host;
   uint64_t to = 0;  // the peer's address and keys
   Keys keys{};
   Stage stage = Stage::waiting;
-  uint64_t index = 0;  // among those of its tag
+  uint64_t index = 0;  // among the messages of its tag
   std::vector<Part> parts;
   Held held;
   std::optional<Error> error;
 };
 
-// A message that was begun; gives it up when it goes.
+// A message in flight. The destructor cancels it.
 class Message {
  public:
   using Clock = std::chrono::steady_clock;
   Message(std::shared_ptr<Messages> of, std::shared_ptr<MessageState> state)
       : of_(std::move(of)), state_(std::move(state)) {}
   ~Message() { abort(); }
-  // False at the deadline. Throws what the message failed with.
+  // Returns false at the deadline. Throws the message's failure.
   bool wait_until(Clock::time_point deadline);
   // The same without words about a peer that takes nothing: who waits in steps looks at other things in between.
   bool wait_a_while(Clock::time_point until);
@@ -110,6 +90,17 @@ class Message {
   const std::shared_ptr<MessageState> state_;
 };
 
+// A peer is connected on the first message to or from it. A thread creates the channel, publishes its endpoint in the
+// store and looks for the peer's, while the message waits. A rank that waits for a silent peer sends it an empty write
+// from time to time, which fails if the peer is gone. A peer that closes says so, and messages awaited from it fail.
+//
+// Small messages that arrive before their receive are kept, as are announcements that arrive before their send. At most
+// Setup::most_kept are kept per peer; then its slots stay full, its credits run out and its sends wait. A rank that
+// awaits another message of that peer, or sends to it, must read past them, so it keeps up to kWhereAwaited times as
+// many before the connection fails.
+//
+// Cancelling a message whose memory the NIC may still access ends its connection. After abort() or the destructor
+// returns, that memory is no longer touched. Lock order: the engine's lock, mutex_, a channel's lock.
 class Messages : public std::enable_shared_from_this<Messages> {
  public:
   using Clock = std::chrono::steady_clock;
@@ -118,10 +109,10 @@ class Messages : public std::enable_shared_from_this<Messages> {
   struct Setup {
     int rank = 0, size = 0;
     int mtu = 1024;
-    std::string prefix;                          // of keys in the store; of this start of this group alone
+    std::string prefix;                          // of keys in the store; unique to this start of the group
     std::chrono::milliseconds timeout{1800000};  // for a peer to connect
-    std::chrono::milliseconds probe{500};        // of waiting, before a silent peer is asked
-    size_t most_kept = 1024;                     // unexpected messages of a peer; each of a slot's bytes at most
+    std::chrono::milliseconds probe{500};        // wait before a silent peer is probed
+    size_t most_kept = 1024;                     // most unexpected messages per peer, of one slot each
     Channel::Shape shape;
     size_t least_striped = 256 << 10;  // bytes of a message that goes along all rails
   };
@@ -132,41 +123,43 @@ class Messages : public std::enable_shared_from_this<Messages> {
       : Messages(std::vector{std::move(engine)}, std::move(store), std::move(setup)) {}
   ~Messages();
 
-  // The memory stays as it is (of a receive: is nobody else's) until the message has been waited for or given up.
-  MessagePtr send(int peer, int32_t tag, const void* data, size_t bytes);
-  MessagePtr receive(int peer, int32_t tag, void* data, size_t bytes);
+  // The memory must stay unchanged (for a receive: unused) until the message has completed or was cancelled.
+  // GPU memory takes only messages of more than most_small() bytes.
+  MessagePtr send(int peer, int32_t tag, const void* data, size_t bytes, Where where = Where::host);
+  MessagePtr receive(int peer, int32_t tag, void* data, size_t bytes, Where where = Where::host);
   MessagePtr receive_any(int32_t tag, void* data, size_t bytes);
 
-  // Signals of a window count from here on, and its peers, which call it too, are connected.
+  // Counts signals of a window from now on and connects to its peers, which must call this too.
   void open_window(int32_t window, const std::vector<int>& peers);
   void close_window(int32_t window);
-  // The peer's memory at `to` is registered by it (keys). Done: it is there.
-  MessagePtr put(int peer, const void* data, size_t bytes, uint64_t to, const Keys& keys);
-  // Comes behind what was put before. Done: the NIC has it.
+  // Writes to the peer's memory at `to`, which the peer has registered (keys). Done once the bytes are there.
+  MessagePtr put(int peer, const void* data, size_t bytes, uint64_t to, const Keys& keys, Where where = Where::host);
+  // Signals the peer after all earlier puts. Done once the NIC has the signal.
   MessagePtr signal(int peer, int32_t window);
-  uint64_t signals(int peer, int32_t window) const;  // that have come, since the window was opened
-  // Until so many have come; false at the deadline. Throws what the connection failed with.
+  uint64_t signals(int peer, int32_t window) const;  // received since the window was opened
+  // Waits for that many signals. Returns false at the deadline. Throws the error of a failed connection.
   bool wait_signals(int peer, int32_t window, uint64_t count, Clock::time_point deadline);
-  // With every rail, or with the first alone. Error(system) where one refuses.
-  Held hold(const void* data, size_t bytes, bool every_rail = true);
+  // Registers memory with every rail, or only with the first. Throws Error(system) if a device refuses.
+  Held hold(const void* data, size_t bytes, bool every_rail = true, Where where = Where::host);
+  const std::shared_ptr<Engine>& engine(int rail) const { return engines_[rail]; }
 
-  void abort(const Error& error);                  // all that waits, and all that begins later, ends with it
-  void close(std::chrono::milliseconds patience);  // what was sent arrives first, where it can; idempotent
+  void abort(const Error& error);                  // fails all waiting and all later messages
+  void close(std::chrono::milliseconds patience);  // waits for sends to arrive, up to `patience`; idempotent
 
-  size_t most_small() const { return setup_.shape.slot_bytes - sizeof(Header); }  // bytes that go through the inbox
+  size_t most_small() const { return setup_.shape.slot_bytes - sizeof(Header); }  // limit of the inbox
   int connections() const;
-  size_t kept(int peer) const;  // unexpected messages of it
+  size_t kept(int peer) const;  // unexpected messages of this peer
   std::optional<Channel::Counts> counts(int peer, int rail = 0) const;
   int rails() const { return static_cast<int>(engines_.size()); }
-  std::string device() const;  // its name; of several rails: all names
-  // Why rails are not used any more, or not by all peers; empty: all are.
+  std::string device() const;  // the names of all rails
+  // Why a rail is no longer used with some peer; empty if all rails are used.
   std::string trouble() const;
 
  private:
   friend class Message;
   using State = std::shared_ptr<MessageState>;
   using Place = std::pair<int32_t, uint64_t>;  // tag and index
-  // What stands at the beginning of a slot.
+  // The header of every slot.
   struct Header {
     enum Kind : uint32_t {
       small = 1,
@@ -199,22 +192,22 @@ class Messages : public std::enable_shared_from_this<Messages> {
     std::string trouble;
   };
   struct Peer {
-    std::shared_ptr<Channel> channel;  // once connected
+    std::shared_ptr<Channel> channel;  // null until connected
     bool wanted = false, left = false;
     std::optional<Error> failure;
     std::map<int32_t, uint64_t> sent, received;  // messages begun, by tag
-    std::vector<Rail> rails;                     // the second and further ones
-    std::deque<Control> controls;                // to be written into the inbox, and before ...
-    std::deque<State> small_sends;               // ... these
+    std::vector<Rail> rails;                     // all but the first
+    std::deque<Control> controls;                // headers that go out before ...
+    std::deque<State> small_sends;               // ... these messages
     std::deque<State> one_sided;                 // puts and signals that have not begun
-    std::map<int32_t, uint64_t> signals;         // that have come, by window
-    int signal_waits = 0;                        // threads that wait for one
+    std::map<int32_t, uint64_t> signals;         // received signals, by window
+    int signal_waits = 0;                        // threads that wait for a signal
     std::map<Place, State> large_sends, receives;
     std::map<Place, Control> announced;  // of receives whose sends have not begun
     std::map<Place, std::vector<std::byte>> aside;
-    std::deque<Control> landing;         // words of what may be under way on another rail, in their order
-    std::deque<State> moving;            // large sends whose bytes are under way
-    std::vector<uint64_t> slot_numbers;  // by slot of the outbox: the request that used it last
+    std::deque<Control> landing;         // headers that wait for parts on other rails, in order
+    std::deque<State> moving;            // large sends that the NIC is writing
+    std::vector<uint64_t> slot_numbers;  // the request that last used each slot of the outbox
     uint64_t slots_sent = 0, slots_taken = 0;
     size_t kept() const { return aside.size() + announced.size() + landing.size(); }
   };
@@ -224,9 +217,9 @@ class Messages : public std::enable_shared_from_this<Messages> {
   void refuse_full(const MessageState& message);
   void give_up(const State& message);
 
-  // Under mutex_.
+  // These require mutex_.
   Peer& peer_of(int rank);
-  State begin(bool sends, int peer, bool any, int32_t tag, void* data, size_t bytes);
+  State begin(bool sends, int peer, bool any, int32_t tag, void* data, size_t bytes, Where where = Where::host);
   MessagePtr begin_one_sided(const State& message);
   bool pump_one_sided(Peer& peer);
   void announce(Peer& peer, const State& message);
@@ -257,17 +250,17 @@ class Messages : public std::enable_shared_from_this<Messages> {
   Error error(ErrorKind kind, int peer, const std::string& what, const std::string& remedy) const;
 
   void changed(int rank, int rail);  // on the engine's thread
-  void connect_peers();              // the connecting thread
+  void connect_peers();              // runs on the connecting thread
   std::string key(int from, int to) const;
 
   const std::vector<std::shared_ptr<Engine>> engines_;
-  const std::unique_ptr<KeyValueStore> store_;  // the connecting thread's
+  const std::unique_ptr<KeyValueStore> store_;  // only the connecting thread uses it
   const Setup setup_;
 
-  mutable std::mutex mutex_;  // of what follows, and of every MessageState
+  mutable std::mutex mutex_;  // guards the members below and every MessageState
   std::condition_variable something_, wanted_;
   std::map<int, Peer> peers_;
-  std::map<int32_t, std::deque<State>> any_;  // receives from anyone, by tag
+  std::map<int32_t, std::deque<State>> any_;  // receives from any rank, by tag
   std::set<int32_t> windows_;
   std::deque<int> to_connect_;
   std::optional<Error> failure_;

@@ -20,7 +20,8 @@ void Messages::close_window(int32_t window) {
   for (auto& [rank, peer] : peers_) peer.signals.erase(window);
 }
 
-Messages::MessagePtr Messages::put(int rank, const void* data, size_t bytes, uint64_t to, const Keys& keys) {
+Messages::MessagePtr Messages::put(int rank, const void* data, size_t bytes, uint64_t to, const Keys& keys,
+                                   Where where) {
   const State message(new MessageState{.sends = true,
                                        .peer = rank,
                                        .any = false,
@@ -28,10 +29,11 @@ Messages::MessagePtr Messages::put(int rank, const void* data, size_t bytes, uin
                                        .data = const_cast<void*>(data),
                                        .bytes = bytes,
                                        .kind = MessageState::Kind::put,
+                                       .where = where,
                                        .to = to,
                                        .keys = keys});
   message->held =
-      hold(data, bytes, bytes >= setup_.least_striped);  // on the caller's thread: what is refused is its error
+      hold(data, bytes, bytes >= setup_.least_striped, where);  // on the caller's thread: what is refused is its error
   return begin_one_sided(message);
 }
 

@@ -1,4 +1,4 @@
-// Peers of a group's messages: how they are connected, and how a group ends.
+// Connects the peers of a group's messages and shuts the group down.
 #include <algorithm>
 
 #include "dma/rdma/messages.hpp"
@@ -7,10 +7,10 @@ namespace ark::rdma {
 
 namespace {
 
-// That a goodbye may take to a peer to which nothing else was sent: it may be gone already, without a word.
+// Time for a goodbye to a peer that was sent nothing else: it may already be gone without notice.
 constexpr auto kForGoodbye = std::chrono::milliseconds(250);
-constexpr const char* kReady = "/ready";      // behind an endpoint's key
-constexpr Channel::Shape kRailShape{64, 64};  // of further rails, whose signals carry no messages
+constexpr const char* kReady = "/ready";      // suffix of an endpoint's key
+constexpr Channel::Shape kRailShape{64, 64};  // of all rails but the first, whose signals carry no messages
 
 }  // namespace
 
@@ -52,7 +52,7 @@ void Messages::close(std::chrono::milliseconds patience) {
   const auto flush = [](const std::shared_ptr<Channel>& channel, Clock::time_point until) {
     try {
       channel->flush(until);
-    } catch (const Error&) {  // the peer has gone before
+    } catch (const Error&) {  // the peer has already gone
     }
   };
   for (const auto& channel : channels) flush(channel, deadline);
@@ -66,7 +66,7 @@ void Messages::close(std::chrono::milliseconds patience) {
       for (Rail& rail : peer.rails) rail.channel.reset();
     }
   }
-  // Their ends wait for the engine's thread, which may be waiting for mutex_.
+  // Channel destructors wait for the engine's thread, which may be waiting for mutex_, so it must be free here.
   channels.clear();
   quiet.clear();
 }
@@ -80,7 +80,7 @@ void Messages::connect_peers() {
     int rank;
     std::vector<std::shared_ptr<Channel>> channels;  // by rail
     Clock::time_point deadline;
-    bool ready = false;  // to receive; the peer may not be yet
+    bool ready = false;  // this side can receive; the peer may not be able to yet
   };
   std::vector<Connecting> connecting;
   auto pause = std::chrono::milliseconds(1);
@@ -159,7 +159,8 @@ void Messages::connect_peers() {
         }
         for (size_t rail = 0; rail < one.channels.size(); ++rail)
           one.channels[rail]->connect(endpoints[rail], setup_.mtu);
-        // A NIC drops what comes for a queue pair that cannot receive yet, and the sender's retry budget runs.
+        // A NIC drops packets for a queue pair that cannot receive yet, which uses up the sender's retries. So tell the
+        // peer.
         store_->set(key(setup_.rank, one.rank) + kReady, {1});
         one.ready = true;
         pause = std::chrono::milliseconds(1);

@@ -16,10 +16,10 @@ constexpr size_t kPartUnit = 4096;  // parts begin at multiples of it
 
 }  // namespace
 
-Held Messages::hold(const void* data, size_t bytes, bool every_rail) {
+Held Messages::hold(const void* data, size_t bytes, bool every_rail, Where where) {
   Held held;
   for (int rail = 0; rail < (every_rail ? rails() : 1); ++rail)
-    held.rails[rail] = engines_[rail]->memory().hold(data, bytes);
+    held.rails[rail] = engines_[rail]->memory().hold(data, bytes, where);
   return held;
 }
 

@@ -8,8 +8,8 @@ namespace ark::rdma {
 
 namespace {
 
-constexpr uint32_t kInline = 220;          // bytes; what a doorbell of today's NICs holds
-constexpr uint8_t kReceiverNotReady = 12;  // 0.64 ms, should a receiver ever be not ready
+constexpr uint32_t kInline = 220;          // in bytes; fits a doorbell of today's NICs
+constexpr uint8_t kReceiverNotReady = 12;  // 0.64 ms, in case a receiver is ever not ready
 constexpr uint8_t kHops = 64;
 
 ibv_mtu code_of(int bytes) {
@@ -28,7 +28,7 @@ QueuePair::QueuePair(Engine& engine, ibv_cq* queue, int rank, int peer, int send
   wanted.cap.max_send_wr = static_cast<uint32_t>(sends);
   wanted.cap.max_recv_wr = static_cast<uint32_t>(receives);
   wanted.cap.max_send_sge = wanted.cap.max_recv_sge = 1;
-  for (const uint32_t bytes : {kInline, 64u, 0u}) {  // few refuse; they say so by refusing all
+  for (const uint32_t bytes : {kInline, 64u, 0u}) {  // some NICs reject a large value instead of lowering it
     ibv_qp_init_attr attributes = wanted;
     attributes.cap.max_inline_data = bytes;
     pair_ = engine.verbs().create_qp(engine.device()->domain(), &attributes);
@@ -81,7 +81,7 @@ void QueuePair::connect(const Endpoint& peer, int mtu) {
   attributes.path_mtu = code_of(mtu);
   attributes.dest_qp_num = peer.pair;
   attributes.rq_psn = peer.first_packet;
-  attributes.max_dest_rd_atomic = 1;  // nobody reads
+  attributes.max_dest_rd_atomic = 1;  // no rank issues RDMA reads
   attributes.min_rnr_timer = kReceiverNotReady;
   ibv_ah_attr& path = attributes.ah_attr;
   path.port_num = static_cast<uint8_t>(device.port().port);
@@ -122,7 +122,7 @@ void QueuePair::fail() {
   ibv_qp_attr attributes;
   std::memset(&attributes, 0, sizeof attributes);
   attributes.qp_state = IBV_QPS_ERR;
-  engine_.verbs().modify_qp(pair_, &attributes, IBV_QP_STATE);  // where even this fails, the device has
+  engine_.verbs().modify_qp(pair_, &attributes, IBV_QP_STATE);  // if this fails too, the device has failed
 }
 
 }  // namespace ark::rdma

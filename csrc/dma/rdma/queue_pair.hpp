@@ -1,7 +1,7 @@
-// One reliable connection's queue pair, through its states: reset, initialised, ready to receive, ready to send, error.
+// The queue pair of one reliable connection and its states: reset, initialised, ready to receive, ready to send, error.
 //
-// States are entered in this order alone; anything else is a fault of the caller and told as one. The owner serialises
-// calls. Ending it takes it out of the NIC: nothing of the peer's is written any more once the error state is reached.
+// States follow this order only; any other transition throws, because it is a bug of the caller. The owner serialises
+// calls. Once the error state is reached, or the queue pair is destroyed, the peer can no longer write here.
 #pragma once
 
 #include "dma/rdma/endpoint.hpp"
@@ -13,13 +13,13 @@ class QueuePair {
  public:
   enum class State { initialised, ready_to_receive, ready_to_send, failed };
 
-  // Initialised: receives may be posted. Error(system) where the device has no more.
+  // Creates the queue pair as initialised, so receives may be posted. Throws Error(system) if the device has none left.
   QueuePair(Engine& engine, ibv_cq* queue, int rank, int peer, int sends, int receives);
   ~QueuePair();
   QueuePair(const QueuePair&) = delete;
   QueuePair& operator=(const QueuePair&) = delete;
 
-  void connect(const Endpoint& peer, int mtu);  // to ready_to_send
+  void connect(const Endpoint& peer, int mtu);  // moves to ready_to_send
   void fail();                                  // from any state
 
   State state() const { return state_; }

@@ -1,9 +1,8 @@
-// Memory that the NIC may read and write: registered once, held while anybody uses it, and for a while after.
+// Memory registrations for the NIC: registered once, held while in use and cached for a while after.
 //
-// A region whose last user has gone stays registered while all such take no more than the bound, the one that has been
-// idle the longest going first. A program that gives memory back to the system leaves such a region pointing to pages
-// that are no longer its own, and nothing tells us: so the bound is 0 unless a user vouches for his memory
-// (ARK_RDMA_CACHE_MB). What the engine allocates itself is held as long as it exists. Thread-safe.
+// Unused regions stay registered up to a bound; the one idle longest goes first. If a program returns such memory to
+// the system, the region points to pages that it no longer owns, and nothing notifies us. So the bound is 0 unless the
+// user vouches for the memory (ARK_RDMA_CACHE_MB). Thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -17,12 +16,14 @@
 
 namespace ark::rdma {
 
+enum class Where : uint8_t { host, gpu };  // memory of the CPU, or of a CUDA device
+
 class Registrations {
  public:
   Registrations(std::shared_ptr<Device> device, size_t most_idle_bytes);
-  ~Registrations();  // after every Use
+  ~Registrations();  // release all Use objects first
 
-  // A user's hold on a region. Covers at least what was asked for.
+  // A user's hold on a region that covers at least the requested range.
   class Use {
    public:
     Use() = default;
@@ -49,29 +50,35 @@ class Registrations {
     ibv_mr* region_ = nullptr;
   };
 
-  // Error(system) with the limit in force where the system refuses.
-  Use hold(const void* address, size_t bytes);
+  // Throws Error(system), naming the limit in force, if the system refuses.
+  // GPU memory goes to the NIC as a dma-buf (gpu_memory.hpp says whether both sides can do so).
+  Use hold(const void* address, size_t bytes, Where where = Where::host);
 
   struct Counts {
     size_t held = 0, idle = 0, idle_bytes = 0;
-    uint64_t registered = 0, reused = 0;  // since the beginning
+    uint64_t registered = 0, reused = 0;  // totals
   };
   Counts counts() const;
 
  private:
   struct Region {
+    uintptr_t begin = 0;  // ibv_mr::addr is an offset for a dma-buf
     size_t uses = 0;
-    std::list<ibv_mr*>::iterator idle;  // where uses is 0
+    uint64_t buffer = 0;                // GPU memory: the driver's id of the allocation, which is never used again
+    std::list<ibv_mr*>::iterator idle;  // valid if uses is 0
   };
   void release(ibv_mr* region);
-  void drop_oldest();
+  void drop_oldest() { drop(idle_.front()); }
+  void drop(ibv_mr* region);  // an idle one
+  Use take(ibv_mr* region);
+  ibv_mr* find(uintptr_t begin, size_t bytes, uint64_t buffer);
 
   const std::shared_ptr<Device> device_;
   const size_t most_idle_bytes_;
   mutable std::mutex mutex_;
   std::map<ibv_mr*, Region> regions_;
   std::multimap<uintptr_t, ibv_mr*> by_address_;
-  std::list<ibv_mr*> idle_;  // the oldest first
+  std::list<ibv_mr*> idle_;  // oldest first
   size_t idle_bytes_ = 0;
   uint64_t registered_ = 0, reused_ = 0;
 };

@@ -1,4 +1,4 @@
-// What a completion with an error means, for people: every status of a work completion, with its remedy.
+// Explains failed work completions to people: a text and a remedy for every status.
 #pragma once
 
 #include <string>
@@ -18,7 +18,8 @@ StatusText text_of(ibv_wc_status status);
 // operation: "write", "signal" or "receive".
 Error error_of(const ibv_wc& completion, int rank, int peer, const char* operation, const std::string& device);
 
-// "4.3 s" that packets are sent again before a connection fails (by the standard up to four times as long).
+// The time that packets are resent before a connection fails, such as "4.3 s". The standard allows up to four times as
+// much.
 std::string retry_budget(int timeout, int retry_count);
 
 }  // namespace ark::rdma

@@ -42,12 +42,13 @@ std::shared_ptr<const Verbs> Verbs::load(const std::string& path, std::string& w
   find(verbs->ack_async_event, "ibv_ack_async_event");
   find(verbs->query_gid_ex, "_ibv_query_gid_ex", false);
   find(verbs->fork_init, "ibv_fork_init", false);
+  find(verbs->reg_dmabuf_mr, "ibv_reg_dmabuf_mr", false);
   if (!missing.empty()) {
     why_not = name + " has no " + missing + ": install rdma-core 28 or newer";
     return nullptr;
   }
-  // Memory that is registered must stay where it is when this process forks (a DataLoader's workers); on kernels from
-  // 5.12 on this changes nothing. It fails once something is registered, by others, who have decided then.
+  // Registered memory must not move when this process forks (a DataLoader's workers). Kernels since 5.12 ensure that
+  // anyway. The call fails if another library has registered memory before; then that library has decided.
   if (verbs->fork_init) verbs->fork_init();
   return verbs;
 }

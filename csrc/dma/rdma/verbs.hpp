@@ -1,7 +1,7 @@
-// libibverbs, opened at run time: a machine without it loses nothing, and the reason is kept for `ark doctor`.
+// libibverbs, loaded at run time. Without it everything else still works, and `ark doctor` shows the reason.
 //
-// A table of functions, so that tests can put a pretended library in its place. What is opened stays open: drivers of
-// NICs keep threads and atexit handlers that outlive no dlclose().
+// The functions form a table so that tests can substitute a fake library. The library is never closed, because NIC
+// drivers keep threads and atexit handlers that do not survive dlclose().
 #pragma once
 
 #include <memory>
@@ -36,10 +36,11 @@ struct Verbs {
   int (*destroy_qp)(ibv_qp* pair);
   int (*get_async_event)(ibv_context* context, ibv_async_event* event);
   void (*ack_async_event)(ibv_async_event* event);
-  // Not in every version; null where the library has none.
+  // Optional; null if the library does not have it.
   int (*query_gid_ex)(ibv_context* context, uint32_t port, uint32_t index, ibv_gid_entry* entry, uint32_t flags,
                       size_t entry_bytes);
   int (*fork_init)();
+  ibv_mr* (*reg_dmabuf_mr)(ibv_pd* domain, uint64_t offset, size_t bytes, uint64_t address, int fd, int access);
 
   static int poll_cq(ibv_cq* queue, int count, ibv_wc* completions) {
     return queue->context->ops.poll_cq(queue, count, completions);
@@ -52,7 +53,7 @@ struct Verbs {
     return pair->context->ops.post_recv(pair, requests, bad);
   }
 
-  // path: of the library; empty: the system's. Null with the reason in `why_not`.
+  // path: of the library; empty: the system's. Returns null and sets `why_not` on failure.
   static std::shared_ptr<const Verbs> load(const std::string& path, std::string& why_not,
                                            const jit::LibraryOpener& opener = jit::LibraryOpener::system());
 };

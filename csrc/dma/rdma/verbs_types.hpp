@@ -1,9 +1,9 @@
-// The part of libibverbs' ABI that ark uses, declared by us, so that building needs no header of rdma-core.
+// Our own declarations of the part of libibverbs' ABI that ark uses, so the build needs no rdma-core headers.
 //
-// Names, values and layouts are those of <infiniband/verbs.h> (rdma-core 28 to 60; offered under the OpenIB.org BSD
-// licence), whose ABI only grows at ends that are not used here. tests/csrc/dma/rdma/verbs_types_test.cpp compares
-// every size, offset and value with the real header where there is one. Functions that the header defines inline reach
-// the driver through ibv_context::ops, as it does.
+// Names, values and layouts match <infiniband/verbs.h> (rdma-core 28 to 60; offered under the OpenIB.org BSD licence).
+// Its ABI only grows in places that ark does not use. tests/csrc/dma/rdma/verbs_types_test.cpp compares every size,
+// offset and value with the real header if it is installed. As in that header, inline functions call the driver through
+// ibv_context::ops.
 #pragma once
 
 #include <pthread.h>
@@ -381,7 +381,7 @@ struct ibv_async_event {
   ibv_event_type event_type;
 };
 
-// Of the driver's functions only those that the header calls through the context; the others keep their places.
+// Only the driver functions that the header calls through the context; arrays hold the places of the others.
 struct ibv_context_ops {
   void* before_poll_cq[11];
   int (*poll_cq)(ibv_cq* cq, int num_entries, ibv_wc* wc);

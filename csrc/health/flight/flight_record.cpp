@@ -1,5 +1,5 @@
-// The ring of operations, and the groups: who they are, and how far each has come. Output is in flight_record_json.cpp,
-// the invariants in the header.
+// The ring of operations, and the groups with their progress. flight_record_json.cpp writes the output; the header
+// lists the invariants.
 #include "health/flight/flight_record.hpp"
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace ark {
 
 namespace {
 
-// Keeps the maximum: threads of one group may report out of order.
+// Keeps the maximum, because threads of a group may report out of order.
 void raise_to(std::atomic<uint64_t>& counter, uint64_t value) {
   uint64_t seen = counter.load(std::memory_order_relaxed);
   while (seen < value && !counter.compare_exchange_weak(seen, value, std::memory_order_relaxed)) {
@@ -55,7 +55,7 @@ void FlightSizes::add(const int64_t* dims, size_t count) {
 }
 
 bool FlightLock::lock() {
-  // Uncontended in practice: two threads meet only when one wraps a whole ring round the other or a dump is read.
+  // Practically uncontended: threads only meet if one laps the whole ring or a dump is read.
   for (int round = 0; round < kRounds; ++round) {
     for (int spin = 0; spin < kSpins; ++spin) {
       if (word_.load(std::memory_order_relaxed) == 0 && word_.exchange(1, std::memory_order_acquire) == 0) return true;
@@ -107,7 +107,7 @@ uint64_t FlightRecord::scheduled(const FlightEntry& entry) {
     dropped_.fetch_add(1, std::memory_order_relaxed);
     return 0;
   }
-  if (slot.entry.id < id) {  // else this thread was overtaken by a whole ring: the newer entry stays
+  if (slot.entry.id < id) {  // otherwise this thread was lapped by a whole ring, and the newer entry stays
     slot.entry = entry;
     slot.entry.id = id;
     slot.entry.created_ns = now;
@@ -172,7 +172,7 @@ void FlightRecord::completed_on_device(uint64_t id, int64_t started_ns, int64_t 
     FlightEntry& entry = slot.entry;
     if (entry.state == FlightState::failed) return;
     entry.state = FlightState::completed;
-    // The two clocks agree to some microseconds: an operation never begins before it was issued.
+    // The two clocks agree only to some microseconds, so clamp: an operation never begins before it was issued.
     const bool timed = started_ns != 0 && ended_ns != 0;
     const int64_t late = timed ? std::max<int64_t>(0, entry.created_ns - started_ns) : 0;
     entry.started_ns = timed ? started_ns + late : 0;
@@ -220,9 +220,9 @@ std::vector<FlightEntry> FlightRecord::snapshot(std::vector<std::string>* errors
   return entries;
 }
 
-// Groups lie in chunks that are never moved or freed, so that an operation finds its group without a lock while another
-// thread registers one: a chunk is published by a release store once it is made. A retired group's place is taken again
-// when its last entry has left the ring.
+// Groups are stored in chunks that are never moved or freed, so an operation finds its group without a lock while
+// another thread registers one. A release store publishes a new chunk. A retired group's entry is reused once its last
+// operation has left the ring.
 void FlightRecord::Group::reached(Stage stage, const FlightEntry& entry) {
   raise_to((entry.is_p2p ? p2p : collective)[stage], entry.is_p2p ? entry.p2p_sequence : entry.sequence);
 }
@@ -244,12 +244,13 @@ uint32_t FlightRecord::register_group(std::string_view name, std::string_view de
   std::lock_guard guard(mutex_);
   const uint64_t next = next_id_.load(std::memory_order_relaxed);
   uint32_t id = 1;
-  // A retired group whose last entry has been overwritten is free: programs that make groups in a loop stay flat.
+  // A retired group whose last operation was overwritten is free, so a program that creates groups in a loop does not
+  // grow.
   while (id < groups_ && !(group(id)->retired && group(id)->retired_at + capacity() < next)) ++id;
   if (id == groups_) {
     const uint32_t shifted = id + kFirstChunk;
     const int chunk = std::bit_width(shifted) - std::bit_width(kFirstChunk);
-    if (chunk >= kChunks) return 0;  // 67 million live groups: keep recording, under no name
+    if (chunk >= kChunks) return 0;  // 67 million live groups: keep recording, without a group
     if (chunks_[chunk].load(std::memory_order_relaxed) == nullptr) {
       chunks_[chunk].store(new Group[size_t{kFirstChunk} << chunk], std::memory_order_release);
     }

@@ -1,7 +1,7 @@
-// Inside of the flight record, shared by its source files only.
+// Internals of the flight record, shared by its source files only.
 //
-// A slot is written and read under its lock alone; a group's counters are atomics, its names are guarded by the
-// record's mutex (they are read on output only).
+// A slot is accessed only under its lock. A group's counters are atomics; the record's mutex guards its names, which
+// are only read for output.
 #pragma once
 
 #include <atomic>
@@ -14,15 +14,15 @@
 
 namespace ark {
 
-// One word; see the header of flight_record.hpp for the ordering argument and the bound.
+// One word; see flight_record.hpp for the ordering argument and the bound.
 class FlightLock {
  public:
-  bool lock();  // false: not had within the bound
+  bool lock();  // false: not acquired within the bound
   void unlock() { word_.store(0, std::memory_order_release); }
 
  private:
   static constexpr int kSpins = 64;
-  static constexpr int kRounds = 4096;  // yields; some milliseconds when the holder is stopped
+  static constexpr int kRounds = 4096;  // yields; some milliseconds if the holder is stopped
   std::atomic<uint32_t> word_{0};
 };
 
@@ -47,7 +47,7 @@ struct FlightRecord::Group {
   int size = 0;
   std::vector<int> global_ranks;
   bool retired = false;
-  uint64_t retired_at = 0;  // next entry id then
+  uint64_t retired_at = 0;  // next entry id at that time
 
   std::atomic<uint64_t> collective[kStages] = {};
   std::atomic<uint64_t> p2p[kStages] = {};

@@ -1,32 +1,4 @@
-// The flight record as JSON, and its way to disk. Runs on failure or on demand, never on the hot path.
-//
-// Schema, version 1 (bump the major on changed meaning, the minor on added fields).
-//
-// {
-//   "schema": "ark_flight_record", "version": "1.0",
-//   "process": {"pid", "host", "global_rank", "world_size", "written_ns"},  unknown ranks are -1
-//   "capacity", "recorded", "dropped",         entries ever recorded; updates given up (see flight_record.hpp)
-//   "groups": [{
-//     "id", "name", "description", "rank", "size", "global_ranks": [...], "retired",
-//     "collective": {"last_scheduled", "last_started", "last_completed"},   sequence numbers; 0: none yet
-//     "p2p":        {"last_scheduled", "last_started", "last_completed"}
-//   }],
-//   "entries": [{                                                           oldest first
-//     "id", "group", "operation", "is_p2p", "sequence", "p2p_sequence", "state",
-//     "peer", "tag", "root",                                                ranks in the group; null: none
-//     "dtype", "output_dtype", "reduce_op",                                 PyTorch's names; null: none
-//     "input_bytes", "input_elements", "output_elements",
-//     "input_sizes": [[...]], "output_sizes": [[...]], "inputs", "outputs",  sizes kept; tensors in all
-//     "truncated",                                                          sizes are folded or cut
-//     "timeout_ms", "time_created_ns", "time_started_ns", "time_ended_ns",  wall clock; null: not yet
-//     "duration_ns", "error"                                                null unless ended; null unless failed
-//   }],
-//   "failures": [{                                                          first cause first
-//     "time_ns", "group", "error", "peer", "operation", "sequence", "frame",
-//     "peers": [{"rank", "last_enqueued", "last_started", "last_completed", "waiting_on", "operation", "lost"}]
-//   }]
-// }
-// Integers are below 2^63; text is valid UTF-8 (bytes that are not become U+FFFD).
+// Writes the flight record as JSON. Runs on failure or on demand, never on the hot path.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -40,11 +12,38 @@
 #include "util/dtype.hpp"
 #include "util/json_writer.hpp"
 
+// Schema, version 1. A changed meaning bumps the major version, an added field the minor.
+//
+// {
+//   "schema": "ark_flight_record", "version": "1.0",
+//   "process": {"pid", "host", "global_rank", "world_size", "written_ns"},  unknown ranks are -1
+//   "capacity", "recorded", "dropped",         entries ever recorded; dropped updates (see flight_record.hpp)
+//   "groups": [{
+//     "id", "name", "description", "rank", "size", "global_ranks": [...], "retired",
+//     "collective": {"last_scheduled", "last_started", "last_completed"},   sequence numbers; 0: none yet
+//     "p2p":        {"last_scheduled", "last_started", "last_completed"}
+//   }],
+//   "entries": [{                                                           oldest first
+//     "id", "group", "operation", "is_p2p", "sequence", "p2p_sequence", "state",
+//     "peer", "tag", "root",                                                ranks in the group; null: none
+//     "dtype", "output_dtype", "reduce_op",                                 PyTorch's names; null: none
+//     "input_bytes", "input_elements", "output_elements",
+//     "input_sizes": [[...]], "output_sizes": [[...]], "inputs", "outputs",  stored sizes; number of all tensors
+//     "truncated",                                                          sizes are folded or omitted
+//     "timeout_ms", "time_created_ns", "time_started_ns", "time_ended_ns",  wall clock; null: not yet
+//     "duration_ns", "error"                                                null unless ended; null unless failed
+//   }],
+//   "failures": [{                                                          first cause first
+//     "time_ns", "group", "error", "peer", "operation", "sequence", "frame",
+//     "peers": [{"rank", "last_enqueued", "last_started", "last_completed", "waiting_on", "operation", "lost"}]
+//   }]
+// }
+// Integers are below 2^63; text is valid UTF-8 (invalid bytes become U+FFFD).
 namespace ark {
 
 namespace {
 
-constexpr size_t kFailures = 8;  // kept; the first are the interesting ones
+constexpr size_t kFailures = 8;  // number kept; the first are the interesting ones
 
 int64_t wall_ns() {
   using namespace std::chrono;
@@ -79,7 +78,7 @@ void write_dtype(JsonWriter& json, const char* name, int dtype) {
   }
 }
 
-// `offset` turns the steady clock into the wall clock.
+// `offset` converts the steady clock to the wall clock.
 void write_entry(JsonWriter& json, const FlightEntry& entry, const std::string& error, int64_t offset) {
   const bool ended = entry.ended_ns != 0;
   json.open('{').field("id", entry.id).field("group", entry.group).field("operation", entry.operation);

@@ -4,7 +4,7 @@ namespace ark {
 
 namespace {
 
-// The backend's own list of dtypes is shorter than ours, so it sees bytes.
+// Passes the data as bytes, because the backend supports fewer dtypes than ark.
 std::vector<at::Tensor> bytes_at(void* data, size_t bytes) {
   return {at::from_blob(data, {static_cast<int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte))};
 }

@@ -1,4 +1,4 @@
-// A PyTorch backend, Gloo, as a carrier: its send, recv and recvAnysource.
+// Uses a PyTorch backend (Gloo) as a carrier, through its send, recv and recvAnysource.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>

@@ -1,4 +1,4 @@
-// What all collectives over several nodes share, and those of small tensors.
+// The parts that all collectives over several nodes share, and the collectives of small tensors.
 #include "process_group/carriers/carried_communicator.hpp"
 
 #include <algorithm>
@@ -12,9 +12,10 @@ namespace ark {
 
 namespace {
 
-// Partials of up to so many bytes, times the ranks, go whole to all that need them, in one hop.
+// If partials times the number of ranks take at most this many bytes, they go whole to every rank that needs them, in
+// one hop.
 constexpr size_t kWhole = 64 << 10;
-// To root they go once, whole or in chunks; so many times the nodes go whole.
+// Sums to a root go whole if partials times the number of nodes take at most this many bytes.
 constexpr size_t kWholeToRoot = 4 << 20;
 
 }  // namespace
@@ -45,7 +46,7 @@ CarriedCommunicator::CarriedCommunicator(int rank, int size, std::shared_ptr<Car
   expect(plan_.peers());
 }
 
-// The threads that call fail() end before what it uses.
+// Ends the threads that may call fail() before it destroys what fail() uses.
 CarriedCommunicator::~CarriedCommunicator() {
   close();
   node_.reset();
@@ -66,10 +67,10 @@ void CarriedCommunicator::abort(const Error& error) {
   fail(error);
 }
 
-// The first failure counts: of whoever notices it on this rank, a note, or the node's shared memory.
+// Called by this rank's operations, by a note or by the node's shared memory. The first failure counts.
 void CarriedCommunicator::fail(const Error& error) {
   std::unique_lock lock(mutex_);
-  if (!notes_) return;  // still starting: who starts raises
+  if (!notes_) return;  // still starting: the constructor's caller raises
   lock.unlock();
   node_->health().fail(error);
   lock.lock();
@@ -81,7 +82,7 @@ void CarriedCommunicator::fail(const Error& error) {
   notes_->tell(error);
 }
 
-// A rank of the node has ended, which a rank that waits for another node's message would not see.
+// A rank of this node has ended. A rank that waits for another node's message would not notice.
 void CarriedCommunicator::lost(int local) {
   OperationContext context{"idle", 0};
   {
@@ -99,7 +100,7 @@ void CarriedCommunicator::lost(int local) {
   }
 }
 
-// abort() reaches the messages of the operation that runs, and of each that begins later.
+// Lets fail() abort the messages of the running operation, including those that it begins later.
 struct CarriedCommunicator::Current {
   Current(CarriedCommunicator& communicator, CarriedMessages& messages) : of(communicator) {
     const std::lock_guard lock(of.mutex_);
@@ -156,8 +157,8 @@ void CarriedCommunicator::expect(const std::vector<int>& peers) {
   }
 }
 
-// A rank may leave the group as soon as it has what it needs of this collective, which is no failure of this one. The
-// next one, if any, finds that its rank is gone.
+// A rank may leave the group once it has its result. That is no failure of this collective; the next one finds that the
+// rank is gone.
 void CarriedCommunicator::expect_next(const std::vector<int>& peers) {
   for (const int peer : peers) {
     try {
@@ -195,7 +196,7 @@ void CarriedCommunicator::hear_all(Exchange& exchange, const std::vector<int>& p
   for (const int peer : peers) hear(exchange, peer);
 }
 
-// PREMUL_SUM where every rank is a node: the others' factors have come with their first messages.
+// For PREMUL_SUM when every rank is its own node: the factors arrived with the first messages.
 const double* CarriedCommunicator::factors_of_nodes(const Exchange& exchange) {
   if (!plan_.flat() || exchange.operation.descriptor.op != ReduceOp::premul_sum) return nullptr;
   factors_.resize(size_);
@@ -204,7 +205,7 @@ const double* CarriedCommunicator::factors_of_nodes(const Exchange& exchange) {
   return factors_.data();
 }
 
-// Root and the ranks that stand for it; nobody for the others.
+// Returns the other nodes' representatives if this rank is root, or root if this rank represents it.
 std::vector<int> CarriedCommunicator::partners_of(int root) const {
   std::vector<int> partners;
   for (int node = 0; node < plan_.nodes(); ++node) {
@@ -220,7 +221,7 @@ std::byte* CarriedCommunicator::scratch(size_t bytes) {
   return scratch_.data();
 }
 
-// What the ranks of the node have put into one round, added up; only by ranks that want it.
+// Adds up what the ranks of the node published in one round. Only ranks that want the sum compute it.
 void CarriedCommunicator::sum_in_node(const Operation& operation, const StagedReduce& reduction, const void* in,
                                       size_t count, std::byte* partial, bool wanted) {
   const size_t bytes = count * size_of(operation.descriptor.dtype);
@@ -242,7 +243,7 @@ void CarriedCommunicator::sum_in_node(const Operation& operation, const StagedRe
   rounds.release(round);
 }
 
-// One hop: the node's partial goes to all that this rank stands for, or to root.
+// One hop: sends the node's partial to every rank that this rank represents, or to root.
 void CarriedCommunicator::reduce_whole(Exchange& exchange, const void* in, void* out, size_t count, int root) {
   const size_t bytes = count * exchange.reduction.partial_size();
   const bool in_first = bytes <= First::kRoom, everybody = root < 0;
@@ -268,7 +269,7 @@ void CarriedCommunicator::reduce_whole(Exchange& exchange, const void* in, void*
     sources[other] = in_first ? heard_[from].data : partials + other * bytes;
     if (!in_first) exchange.messages.receive(from, MessageChannel::data, partials + other * bytes, bytes, true);
   }
-  if (!in_first || receives) hear_all(exchange, partners);  // who has sent all need not wait for root
+  if (!in_first || receives) hear_all(exchange, partners);  // a rank that has sent everything need not wait for root
   if (!in_first) {
     for (const int peer : partners)
       if (takes(peer)) exchange.messages.send(peer, MessageChannel::data, own, bytes);
@@ -336,7 +337,7 @@ void CarriedCommunicator::all_to_all(const Operation& operation, const Bytes* in
   });
 }
 
-// A rank speaks once all of its node have come, and has heard from every other node.
+// A rank sends its message once all ranks of its node have arrived, then waits for every other node.
 void CarriedCommunicator::barrier(const Operation& operation) {
   guarded(operation, [&](Exchange& exchange) {
     expect(plan_.peers());

@@ -1,19 +1,11 @@
-// A group whose ranks share no memory, or that of a node only: shared memory within each node, messages of another
-// PyTorch backend (Gloo; made in Python) between nodes.
+// Communicator for a group that spans several nodes: shared memory within a node, messages of a carrier (Gloo or RDMA)
+// between nodes.
 //
-// Every collective is a stage in the node, an exchange between nodes, and a stage in the node again, where there is
-// more than one rank; large ones go through the three chunk by chunk (carried_reduce.cpp, carried_moves.cpp). Where
-// every rank is a node of its own, the exchange is all. The carrier only moves bytes, from and to the tensors
-// themselves. Sums are ark's own, in rank order within a node and in node order between
-// (collectives/cpu/staged_reduce.hpp); so the bits depend on the inputs and on which ranks are on which node, and are
-// the same on every rank.
-//
-// Ranks agree before data move. Within a node each that reads another's first slot compares
-// (collectives/cpu/rounds.hpp). Between nodes, ranks that exchange data send each other a first message, of one size
-// always: what the sender believes it is in, and its data where they are small. A rank sends more data only to whoever
-// has said so that it is in the same collective; where all data of a rooted collective are small, the first message
-// goes their way alone. Whoever fails tells all (carried_notes.hpp), since a rank may wait for one that has not
-// noticed; for a node of which nobody can tell there are beats (collectives/node_beats.hpp).
+// Every collective has a stage in the node, an exchange between nodes and another stage in the node. Large ones
+// pipeline the stages chunk by chunk (carried_reduce.cpp, carried_moves.cpp). The carrier only moves bytes, directly
+// from and to tensors. ark itself adds: in rank order within a node, then in node order
+// (collectives/cpu/staged_reduce.hpp). So the bits depend only on the inputs and the placement of ranks, and are the
+// same on every rank.
 #pragma once
 
 #include <atomic>
@@ -32,11 +24,19 @@
 
 namespace ark {
 
+// Ranks agree before data moves. Within a node, each reader of another rank's first slot compares descriptors
+// (collectives/cpu/rounds.hpp). Between nodes, ranks that exchange data first send each other a message of fixed size
+// with the collective's descriptor, and with the data if it is small. A rank sends more data only to a peer whose first
+// message shows the same collective. If all data of a rooted collective is small, only that direction sends first
+// messages.
+//
+// A rank that fails tells all others (carried_notes.hpp), because a rank may wait for one that has not noticed. Node
+// beats (collectives/node_beats.hpp) detect a node of which no rank can tell.
 class CarriedCommunicator : public Communicator {
  public:
-  // node: the ranks of this rank's node, and their segments. notes: what carries news of failures; it should be another
-  // network's where there is one. beats: with the same plan. flat_order: sums in the order of all ranks, alike on all
-  // of them.
+  // node: the ranks of this rank's node and their segments. notes: carries news of failures, over another network if
+  // there is one. beats: made from the same plan. flat_order: adds in the order of all ranks; must be the same on all
+  // ranks.
   CarriedCommunicator(int rank, int size, std::shared_ptr<Carrier> carrier, std::shared_ptr<Carrier> notes,
                       std::unique_ptr<NodeBeats> beats, NodePlan plan, Neighbourhood node, ShmOptions options,
                       bool flat_order);
@@ -60,40 +60,40 @@ class CarriedCommunicator : public Communicator {
   struct First {
     static constexpr size_t kRoom = 968;
     Descriptor descriptor;
-    double factor;   // premul_sum where every rank is a node
-    uint64_t bytes;  // all_to_all: what the sender sends to the receiver, and expects of it
+    double factor;   // for premul_sum when every rank is its own node
+    uint64_t bytes;  // all_to_all: the sender's block for the receiver, and the block it expects back
     uint64_t expected;
     std::byte data[kRoom];
   };
   static_assert(sizeof(First) == 1024);
 
   struct Current;
-  // One collective.
+  // The state of one collective.
   struct Exchange {
     CarriedMessages& messages;
     const Operation& operation;
     const StagedReduce reduction;
-    std::vector<int> heard = {};  // whose first messages have come
+    std::vector<int> heard = {};  // peers whose first messages have arrived
   };
   template <class Body>
   void guarded(const Operation& operation, Body&& body);
   void fail(const Error& error);
   void lost(int local);
 
-  // First messages: expected from ranks, told to one, heard (and compared) from one.
+  // First messages: post the receives, send one, or wait for one and compare it.
   void expect(const std::vector<int>& peers);
   void expect_next(const std::vector<int>& peers);
   void tell(Exchange& exchange, int peer, const void* data = nullptr, size_t bytes = 0, uint64_t promised = 0,
             uint64_t expected = 0);
   const First& hear(Exchange& exchange, int peer);
   void hear_all(Exchange& exchange, const std::vector<int>& peers);
-  void meet(Exchange& exchange, const std::vector<int>& peers);  // expects, and tells without data
+  void meet(Exchange& exchange, const std::vector<int>& peers);  // expect(), and tell() without data
   std::vector<int> partners_of(int root) const;
-  std::vector<int> others_of(int root) const;  // of root: the ranks of other nodes; of those: root
+  std::vector<int> others_of(int root) const;  // at root: the ranks of other nodes; at those: root
   std::byte* scratch(size_t bytes);
   const double* factors_of_nodes(const Exchange& exchange);
 
-  // Sums. root -1: everybody wants the result. carried_reduce.cpp has what is large.
+  // Sums. root -1: every rank wants the result. Large ones are in carried_reduce.cpp.
   void sum_in_node(const Operation& operation, const StagedReduce& reduction, const void* in, size_t count,
                    std::byte* partial, bool wanted);
   void reduce_whole(Exchange& exchange, const void* in, void* out, size_t count, int root);
@@ -108,7 +108,7 @@ class CarriedCommunicator : public Communicator {
   void reduce_in_order(Exchange& exchange, const void* in, void* out, size_t count, int root);
   void reduce_blocks_in_order(Exchange& exchange, const void* const* ins, void* out, size_t count);
 
-  // What only moves (carried_moves.cpp).
+  // Collectives that only move bytes (carried_moves.cpp).
   void gather_whole(Exchange& exchange, const void* in, void* const* outs, size_t bytes);
   void gather_in_pieces(Exchange& exchange, const void* in, void* const* outs, size_t bytes);
   void broadcast_in_pieces(Exchange& exchange, void* data, size_t bytes);
@@ -116,7 +116,7 @@ class CarriedCommunicator : public Communicator {
   void scatter_from_root(Exchange& exchange, const void* const* ins, void* out, size_t bytes);
   void exchange_blocks(Exchange& exchange, const Bytes* ins, const MutableBytes* outs);
 
-  // The same, together with others of a node (carried_parcels.cpp).
+  // The same with one message per pair of nodes (carried_parcels.cpp).
   class ParcelExchange;
   void gather_in_parcels(Exchange& exchange, const void* in, void* const* outs, size_t bytes);
   void scatter_in_parcels(Exchange& exchange, const void* const* ins, void* out, size_t bytes);
@@ -132,13 +132,13 @@ class CarriedCommunicator : public Communicator {
   std::vector<CarriedMessages::Work> left_;
   std::vector<double> factors_;
   std::atomic<uint64_t> sent_{0};
-  std::mutex mutex_;  // of what follows
+  std::mutex mutex_;  // guards the members below
   CarriedMessages* now_ = nullptr;
   bool failed_ = false;
-  // First messages that are expected, by rank. Those of the next collective are as soon as one has ended: a message
-  // that is expected already leaves its sender at once.
+  // Posted receives for first messages, by rank. Those of the next collective are posted when one ends, so that a
+  // sender finds its receive posted and can send at once.
   std::vector<CarriedMessages::Work> awaited_;
-  std::optional<int> lost_early_;  // a rank of the node that was lost before node_ was there
+  std::optional<int> lost_early_;  // a rank of the node that was lost before node_ existed
   std::unique_ptr<ShmCommunicator> node_;
   std::unique_ptr<FailureNotes> notes_;
 };

@@ -53,13 +53,13 @@ void CarriedMessages::abort() {
     if (one.work) one.work->abort();
 }
 
-// The slot is read and written by the operation's own thread; others only look at it under the lock.
+// Only the operation's own thread changes the slot, so this read needs no lock; other threads look under the lock.
 void CarriedMessages::wait_for(size_t number) {
   if (begun_[number].work) wait_for(begun_[number].work, begun_[number].peer);
 }
 
-// Of a rank that is late: empty, or of which node nothing is heard, its own or one that it may wait for. Throws Aborted
-// where another rank knows more.
+// For a late rank: returns an empty string, or text about a silent node (the rank's own, or one that it may wait for).
+// Throws Aborted if another rank knows more.
 std::string CarriedMessages::look_for_node(int peer) {
   const NodeBeats::Reading before = beats_.read();
   if (!before.trouble.empty()) return beats_.silence(peer, before, before);
@@ -71,7 +71,7 @@ std::string CarriedMessages::look_for_node(int peer) {
 }
 
 void CarriedMessages::wait_for(Work& work, int peer) {
-  // Ranks of this node that wait for this one do not blame it.
+  // Tells the ranks of this node that this rank waits for another node, so they do not blame it.
   struct Outside {
     explicit Outside(int64_t& whom) : waiting_on(whom) { protocol::store_relaxed(waiting_on, kWaitsOutside); }
     ~Outside() { protocol::store_relaxed(waiting_on, int64_t{0}); }
@@ -79,7 +79,7 @@ void CarriedMessages::wait_for(Work& work, int peer) {
   } const outside(progress_.waiting_on);
   const OperationContext& context = operation_.context;
   const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(context.deadline - Clock::now());
-  constexpr std::chrono::milliseconds least(1), most(1'000'000'000);  // more would overflow where the carrier adds it
+  constexpr std::chrono::milliseconds least(1), most(1'000'000'000);  // a greater value overflows in the carrier
   bool done = false;
   std::string failure;
   ErrorKind kind = ErrorKind::peer_lost;
@@ -100,14 +100,15 @@ void CarriedMessages::wait_for(Work& work, int peer) {
   }();
   const std::string silence = late && !told ? look_for_node(peer) : "";
   std::unique_lock lock(mutex_);
-  // A connection that ends is seldom the story: who ended it, or a rank that was beside, has told it or is about to.
+  // A closed connection is seldom the cause. The rank that closed it, or a witness, usually reports why, so wait a
+  // little for that.
   if (!done && !late) ended_.wait_for(lock, kForTheStory, [this] { return aborted_; });
   if (aborted_) throw Aborted();
   if (done) return work.reset();
   std::string what = carrier_.name() + ", which carries this group between nodes, failed " +
                      (late ? "to hear in " + std::to_string(context.timeout.count()) + " ms from" : "with") + " rank " +
                      std::to_string(peer) + ": " + (failure.empty() ? "no answer" : failure);
-  // First, since notes of failures are cut at a length.
+  // The silent node comes first, because notes of failures are truncated.
   if (!silence.empty()) {
     what = silence + "; " + what;
     remedy =

@@ -1,9 +1,9 @@
-// Messages of one collective between ranks of different nodes: the carrier's send and recv, many at a time.
+// The messages of one collective between ranks of different nodes: many sends and receives of a carrier at a time.
 //
-// Messages of one channel between two ranks arrive in the order in which they are sent. A channel is one of the
-// greatest tags that a message may have; users' messages keep below them (first_reserved_tag). The carrier ends the
-// process where a message has another size than what was posted for it, so a rank sends data only once it has the
-// receiver's word (carried_communicator.hpp) that it is in the same collective; the receiver may post before.
+// Messages of one channel between two ranks arrive in send order. Channels use the highest tags of the carrier; users'
+// tags must be lower (first_reserved_tag). Gloo terminates the process if a message's size differs from its posted
+// receive. So a rank sends data only after the receiver's first message shows the same collective
+// (carried_communicator.hpp); receives may be posted earlier.
 #pragma once
 
 #include <chrono>
@@ -35,34 +35,34 @@ int tag_of(MessageChannel channel);
 
 class CarriedMessages {
  public:
-  // Thrown by waits after abort(): the group has failed, and knows why.
+  // Waits throw this after abort(): the group has failed and knows the cause.
   struct Aborted {};
 
   using Work = Carrier::MessagePtr;
 
-  // A rank that is late may be alive and wait for one of its node, which that node finds out and tells
-  // (GroupHealth::find_culprit watches for 200 ms). Waited for before the carrier gives up: Gloo then closes the
-  // connection that the story would come by.
+  // Extra wait beyond the deadline. A late rank may itself wait for a rank of its node, which that node detects and
+  // reports (GroupHealth::find_culprit watches for 200 ms). Once Gloo gives up, it closes the connection that would
+  // carry the report.
   static constexpr std::chrono::milliseconds kForALateStory{1000};
 
-  // left: where a collective that fails leaves receives into memory that outlives it. Gloo reads no further from a rank
-  // whose message has lost its place, so notes of failures would not pass. Other receives go to users' tensors.
-  // beats: asked for a node whose ranks keep silent. progress: says that this rank waits for another node.
+  // left: takes over receives into longer-lived memory when a collective fails. If such a receive lost its buffer, Gloo
+  // would stop reading from that rank, and notes of failures could not arrive. beats: asked about silent nodes.
+  // progress: shows the ranks of this node that this rank waits for another node.
   CarriedMessages(Carrier& carrier, const Operation& operation, int rank, std::vector<Work>& left,
                   const NodeBeats& beats, ControlBlock& progress)
       : carrier_(carrier), operation_(operation), rank_(rank), left_(left), beats_(beats), progress_(progress) {}
   ~CarriedMessages();
 
-  // The memory stays as it is until the number has been waited for, or all have. No bytes: no message.
+  // The memory must stay unchanged until this number, or all, have been waited for. Zero bytes send no message.
   size_t send(int peer, MessageChannel channel, const void* data, size_t bytes);
-  // Fills the memory by the time that its number has been waited for.
+  // The memory is filled once its number has been waited for.
   size_t receive(int peer, MessageChannel channel, void* data, size_t bytes, bool outlives = false);
   void wait_for(size_t number);
-  void wait_for(Work& work, int peer);  // of a message that was begun before
+  void wait_for(Work& work, int peer);  // for a message that was begun earlier
   void wait_for_all();
   void abort();  // from any thread
   const Operation& operation() const { return operation_; }
-  uint64_t sent() const { return sent_; }  // messages
+  uint64_t sent() const { return sent_; }  // number of messages
 
  private:
   struct Begun {
@@ -80,7 +80,7 @@ class CarriedMessages {
   const NodeBeats& beats_;
   ControlBlock& progress_;
   uint64_t sent_ = 0;
-  std::mutex mutex_;  // of what follows
+  std::mutex mutex_;  // guards the members below
   std::condition_variable ended_;
   std::vector<Begun> begun_;
   bool aborted_ = false;

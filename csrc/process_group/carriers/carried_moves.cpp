@@ -1,5 +1,5 @@
-// Collectives over several nodes that only move bytes. Between nodes a byte goes once to each node that needs it;
-// within one, through rounds of shared memory.
+// Collectives over several nodes that only move bytes. Each byte goes once to every node that needs it, and spreads
+// within the node through rounds of shared memory.
 #include <algorithm>
 
 #include "collectives/agreement.hpp"
@@ -10,10 +10,10 @@ namespace ark {
 
 namespace {
 
-constexpr size_t kMostPiece = 512 << 10;  // of a message, and of a round
+constexpr size_t kMostPiece = 512 << 10;  // of a message and of a round
 constexpr size_t kRoundBytes = 1 << 20;   // of all pieces in a round
 static_assert(kRoundBytes <= kMaxChunkBytes);
-constexpr size_t kPiecesAhead = 2;  // rounds between a piece's message and its round
+constexpr size_t kPiecesAhead = 2;  // rounds between a piece's message and the round that publishes it
 
 void copy(void* to, const void* from, size_t bytes) {
   if (to != from) copy_bytes(to, from, bytes);
@@ -29,7 +29,7 @@ std::vector<int> CarriedCommunicator::others_of(int root) const {
   return others;
 }
 
-// The blocks of a node fit into a first message: one round, one hop.
+// A node's blocks fit into one first message, so this takes one round and one hop.
 void CarriedCommunicator::gather_whole(Exchange& exchange, const void* in, void* const* outs, size_t bytes) {
   expect(plan_.peers());
   Rounds& rounds = node_->rounds();
@@ -49,8 +49,8 @@ void CarriedCommunicator::gather_whole(Exchange& exchange, const void* in, void*
   }
 }
 
-// Every block goes to one rank of each other node. Round k has piece k of a rank's own block and, kPiecesAhead before
-// it, pieces of the blocks that have come to it.
+// Sends every block to one rank of each other node. Round k publishes piece k of a rank's own block and piece k -
+// kPiecesAhead of the blocks that it received.
 void CarriedCommunicator::gather_in_pieces(Exchange& exchange, const void* in, void* const* outs, size_t bytes) {
   using enum MessageChannel;
   const size_t most = kRoundBytes / plan_.most_stood_for() / kAlign * kAlign;
@@ -58,7 +58,7 @@ void CarriedCommunicator::gather_in_pieces(Exchange& exchange, const void* in, v
   const size_t pieces = (bytes + piece - 1) / piece, ahead = std::min(kPiecesAhead, pieces);
   const auto length = [&](size_t k) { return std::min(piece, bytes - k * piece); };
   meet(exchange, plan_.peers());
-  const std::vector<int>& foreign = plan_.targets();  // whose blocks come to this rank
+  const std::vector<int>& foreign = plan_.targets();  // ranks whose blocks this rank receives
   std::vector<size_t> receives(pieces * foreign.size());
   for (size_t k = 0; k < pieces; ++k) {
     for (size_t i = 0; i < foreign.size(); ++i) {
@@ -76,7 +76,7 @@ void CarriedCommunicator::gather_in_pieces(Exchange& exchange, const void* in, v
   }
   Rounds& rounds = node_->rounds();
   if (rounds.size() == 1) return;
-  std::vector<std::vector<int>> held(rounds.size());  // by rank of the node: whose blocks it publishes
+  std::vector<std::vector<int>> held(rounds.size());  // for each rank of the node: the ranks whose blocks it publishes
   for (int i = 0; i < rounds.size(); ++i) held[i] = {plan_.own()[i]};
   for (int rank = 0; rank < size_; ++rank) {
     if (plan_.node_of(rank) != plan_.node()) held[plan_.local_of(plan_.stands_for(rank, plan_.node()))].push_back(rank);
@@ -84,7 +84,7 @@ void CarriedCommunicator::gather_in_pieces(Exchange& exchange, const void* in, v
   rounds.begin(exchange.operation, piece * plan_.most_stood_for());
   const uint64_t first = rounds.next();
   const size_t steps = pieces + ahead;
-  // The piece of the i-th block that a rank holds in round t, if there is one.
+  // The piece of the rank's i-th block that round t holds. It may lie beyond the last piece.
   const auto piece_of = [&](size_t t, size_t i) { return i == 0 ? t : t - ahead; };
   const auto publish = [&](size_t t) {
     for (size_t i = 0; i < foreign.size() && t >= ahead; ++i)
@@ -115,12 +115,12 @@ void CarriedCommunicator::gather_in_pieces(Exchange& exchange, const void* in, v
   collect(steps - 1);
 }
 
-// Root sends to one rank of each other node; that one passes on, piece by piece, as root does in its own.
+// Root sends to one rank of each other node. That rank, and root in its own node, publish the pieces to their node.
 void CarriedCommunicator::broadcast_in_pieces(Exchange& exchange, void* data_, size_t bytes) {
   using enum MessageChannel;
   const int root = exchange.operation.descriptor.root;
   const std::vector<int> partners = partners_of(root);
-  const int source = plan_.stands_for(root, plan_.node());  // in this node
+  const int source = plan_.stands_for(root, plan_.node());  // the rank that publishes in this node
   const bool in_first = bytes <= First::kRoom;
   const size_t piece = std::max<size_t>(1, std::min(bytes, kMostPiece));
   const size_t pieces = std::max<size_t>(1, (bytes + piece - 1) / piece);
@@ -133,7 +133,7 @@ void CarriedCommunicator::broadcast_in_pieces(Exchange& exchange, void* data_, s
     for (size_t k = 0; k < pieces; ++k)
       receives[k] = exchange.messages.receive(root, data, at_offset(data_, k * piece), length(k));
   const auto send = [&] {
-    if (in_first) return;  // sent, and root need not wait for the others
+    if (in_first) return;  // already sent, and root need not wait for the others
     hear_all(exchange, partners);
     for (size_t k = 0; k < pieces; ++k)
       for (const int peer : partners) exchange.messages.send(peer, data, at_offset(data_, k * piece), length(k));
@@ -153,7 +153,7 @@ void CarriedCommunicator::broadcast_in_pieces(Exchange& exchange, void* data_, s
       rounds.pass(first + k);
       copy_bytes(at_offset(data_, k * piece), rounds.read(first + k, plan_.local_of(source)), length(k));
     }
-    if (k == 0 && rank_ == root) send();  // its own node need not wait for what the others say
+    if (k == 0 && rank_ == root) send();  // root's own node need not wait for other nodes' first messages
     if (k == 0) rounds.check_all(first);
     rounds.release(first + k);
   }
@@ -170,7 +170,7 @@ void CarriedCommunicator::gather_to_root(Exchange& exchange, const void* in, voi
     if (!in_first && rank_ == root) exchange.messages.receive(peer, data, outs[peer], bytes);
   }
   for (const int peer : others) {
-    if (in_first && rank_ != root) break;  // root has all of it, or will
+    if (in_first && rank_ != root) break;  // root has, or will have, everything
     const First& first = hear(exchange, peer);
     if (in_first) copy_bytes(outs[peer], first.data, bytes);
     if (!in_first && rank_ != root) exchange.messages.send(root, data, in, bytes);
@@ -203,11 +203,10 @@ void CarriedCommunicator::scatter_from_root(Exchange& exchange, const void* cons
   ark::scatter(node_->rounds(), exchange.operation, of_node.data(), out, bytes, plan_.local_of(root), kMostPiece);
 }
 
-// Sizes come with the first messages: what the peers send must be what this rank expects, and the carrier would not
-// say.
+// First messages carry the sizes. A peer must send exactly what this rank expects, and the carrier does not check that.
 void CarriedCommunicator::exchange_blocks(Exchange& exchange, const Bytes* ins, const MutableBytes* outs) {
   using enum MessageChannel;
-  std::vector<int> others;  // not all ranks begin with the same one
+  std::vector<int> others;  // starts at a different peer on each rank
   for (int step = 1; step < size_; ++step) {
     const int rank = (rank_ + step) % size_;
     if (plan_.node_of(rank) != plan_.node()) others.push_back(rank);

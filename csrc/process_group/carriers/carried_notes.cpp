@@ -12,7 +12,7 @@ namespace ark {
 
 namespace {
 
-constexpr auto kForHearing = std::chrono::milliseconds(1000);  // of the others, before this rank leaves
+constexpr auto kForHearing = std::chrono::milliseconds(1000);  // time for the others' notes before this rank leaves
 
 template <size_t kRoom>
 void put_text(char (&target)[kRoom], const std::string& text) {
@@ -58,7 +58,7 @@ bool FailureNotes::expect() {
 }
 
 void FailureNotes::listen() {
-  constexpr std::chrono::milliseconds forever(1'000'000'000);  // more would overflow where the carrier adds it
+  constexpr std::chrono::milliseconds forever(1'000'000'000);  // a greater value overflows in the carrier
   for (int ended = 0; ended < size_;) {
     try {
       if (!listening_->wait(forever)) return;
@@ -68,7 +68,7 @@ void FailureNotes::listen() {
       changed_.notify_all();
       lock.unlock();
       if (first) hand_over(note);
-    } catch (const std::exception&) {  // the connection that a note was coming by has ended
+    } catch (const std::exception&) {  // a connection ended while a note was arriving on it
       ++ended;
     }
     try {
@@ -101,7 +101,7 @@ void FailureNotes::tell(const Error& error) {
     if (peer == rank_) continue;
     try {
       sends_.push_back(carrier_->send(peer, tag_of(MessageChannel::failure), &outgoing_, sizeof outgoing_));
-    } catch (const std::exception&) {  // its connection has ended: it knows, or is the one that is gone
+    } catch (const std::exception&) {  // the connection has ended: that rank knows already, or is the one that failed
     }
   }
 }

@@ -1,10 +1,9 @@
-// Failures told across nodes: who notices one sends a note of it to every other rank, and each rank listens.
+// Tells all ranks about a failure across nodes: the rank that notices sends a note to every other rank.
 //
-// Within a node shared memory tells (health/group_health.hpp), but a rank that waits for a message of another node does
-// not look there, and what it waits for may never be sent. A thread of each rank waits for notes, in the carrier, and
-// hands the first one over; so all ranks of the group fail with the same story, and each tells all the others once. A
-// connection that ends may take with it what the other side has not read yet; so a rank that leaves a group that has
-// failed waits a little for the others' notes, which say that they know.
+// Shared memory reports failures within a node (health/group_health.hpp), but a rank that waits for another node's
+// message does not look there. So a thread of each rank waits for notes and hands over the first one. All ranks then
+// fail with the same cause, and each tells the others once. A closing connection may lose what the peer has not read,
+// so a rank that leaves a failed group waits briefly for the others' notes, which show that they know.
 #pragma once
 
 #include <condition_variable>
@@ -20,12 +19,12 @@ namespace ark {
 
 class FailureNotes {
  public:
-  // heard: on the notes' thread.
+  // heard: called on the thread that receives notes.
   FailureNotes(std::shared_ptr<Carrier> carrier, int rank, int size, std::function<void(const Error&)> heard);
   ~FailureNotes();
 
-  void tell(const Error& error);  // from any thread; never waits, never throws
-  void close();                   // ends the thread; where the group has failed, after hearing of the others
+  void tell(const Error& error);  // from any thread; never waits or throws
+  void close();                   // ends the thread; after a failure it first waits for the others' notes
 
  private:
   struct Note {
@@ -38,19 +37,19 @@ class FailureNotes {
   static_assert(sizeof(Note) == 512);
 
   void listen();
-  bool expect();  // the next note; false: no more
+  bool expect();  // posts the next receive; false: no more
   void hand_over(const Note& note) const;
 
   const std::shared_ptr<Carrier> carrier_;
   const int rank_, size_;
   const std::function<void(const Error&)> heard_;
   Note incoming_{}, outgoing_{};
-  std::mutex mutex_;  // of what follows
+  std::mutex mutex_;  // guards the members below
   Carrier::MessagePtr listening_;
   std::vector<Carrier::MessagePtr> sends_;
   std::condition_variable changed_;
   bool told_ = false, closing_ = false;
-  int heard_of_ = 0;  // notes
+  int heard_of_ = 0;  // number of notes received
   std::thread thread_;
 };
 

@@ -1,9 +1,9 @@
-// Sums over several nodes in the order of all ranks (Options::flat_order): the bits that one node would give.
+// Sums over several nodes in the order of all ranks (Options::flat_order), with the same bits as on one node.
 //
-// Partials of nodes would be rounded, or added, in another order; so every input goes to the rank that adds it. Each
-// rank adds one part of a chunk, with the one arithmetic of a node (collectives/cpu/reduce), and gives it to those that
-// want it. Both ways are exchanges of blocks: of a tensor of n bytes, each rank sends some 2 n, where rails send 2 n
-// over the ranks of a node.
+// Partials of nodes would be added and rounded in another order, so every input goes to the rank that adds it. Each
+// rank adds one part of a chunk with the arithmetic of a single node (collectives/cpu/reduce) and sends it to the ranks
+// that want it. Both steps are block exchanges. For a tensor of n bytes each rank sends about 2 n bytes; with rails,
+// the ranks of a node share the 2 n.
 #include <algorithm>
 
 #include "collectives/cpu/algorithms.hpp"
@@ -13,7 +13,7 @@ namespace ark {
 
 namespace {
 
-constexpr size_t kOrderedChunk = 4 << 20;  // bytes of what all ranks add at a time
+constexpr size_t kOrderedChunk = 4 << 20;  // of all ranks' additions per step
 
 bool depends_on_order(const Descriptor& descriptor) {
   const bool reduces =
@@ -29,7 +29,7 @@ bool CarriedCommunicator::in_flat_order(const Descriptor& descriptor) const {
   return flat_order_ && depends_on_order(descriptor);
 }
 
-// One of several of an operation: its memory may be used again at once.
+// An operation makes several such exchanges. The memory may be reused as soon as one returns.
 void CarriedCommunicator::exchange_any(Exchange& exchange, const std::vector<Bytes>& ins,
                                        const std::vector<MutableBytes>& outs) {
   if (plan_.parcel_limit() > 0) {
@@ -60,7 +60,7 @@ void CarriedCommunicator::reduce_in_order(Exchange& exchange, const void* in, vo
   std::vector<MutableBytes> outs(size_);
   std::vector<const void*> sources(size_);
   size_t begin = 0;
-  do {  // once without elements, too: ranks compare what they called
+  do {  // runs once without elements too, so that ranks compare descriptors
     const size_t elements = std::min(chunk, count - begin);
     const auto part = [&](int rank) { return part_of(elements, size_, rank, std::max<size_t>(1, kAlign / element)); };
     const size_t own = part(rank_).count * element;

@@ -1,15 +1,7 @@
-// Small blocks between ranks of different nodes, in one message for all of a node.
+// Packs small blocks for all ranks of a node into one message (a parcel), for all_to_all, gather and scatter.
 //
-// all_to_all: a rank sends what it has for the ranks of another node to the one that stands for it there. Its first
-// message names the sizes of all its blocks for them and of those that it expects of them, and carries the small ones
-// where they fit; else they follow as one message at once: the receiver posts for what the first message has named, so
-// no two sizes can meet. Each rank shows its node the first messages that have come to it (a round of shared memory):
-// so every rank has the word of every other one, compares the sizes of its own blocks, takes the small ones, and sends
-// and receives large ones directly. A second round has what came apart, if anything did for the node.
-//
-// gather and scatter: the rank that stands for root collects its node's blocks, or spreads them.
-//
-// Messages between two nodes of m and n ranks, one way: m rather than m n; gather and scatter: one rather than n.
+// With m and n ranks on two nodes, all_to_all sends m messages per direction instead of m n; gather and scatter send
+// one instead of n. In gather and scatter, the rank that represents root collects or spreads its node's blocks.
 #include <algorithm>
 #include <cstring>
 
@@ -22,10 +14,17 @@ namespace ark {
 
 namespace {
 
-constexpr size_t kInNode = 512 << 10;  // bytes of a round for blocks within root's node
+constexpr size_t kInNode = 512 << 10;  // of a round for blocks within root's node
 
 }  // namespace
 
+// all_to_all: a rank sends its blocks for another node to its representative there. The first message holds the sizes
+// of all these blocks and of the blocks expected back, and the small blocks if they fit. Otherwise the small blocks
+// follow at once as one message, for which the receiver posts the announced size.
+//
+// Each rank then publishes the first messages that it received in a round of shared memory. So every rank can compare
+// all descriptors and the sizes of its own blocks, take its small blocks, and exchange large ones directly. If any
+// parcel came as a separate message, a second round publishes those.
 class CarriedCommunicator::ParcelExchange {
  public:
   ParcelExchange(CarriedCommunicator& of, Exchange& exchange, const Bytes* ins, const MutableBytes* outs)
@@ -39,7 +38,7 @@ class CarriedCommunicator::ParcelExchange {
         ranks_(static_cast<int>(plan_.own().size())),
         promised_(static_cast<size_t>(of.size_) * ranks_),
         place_(of.size_) {
-    std::vector<int> shown(ranks_);  // by each rank of this node
+    std::vector<int> shown(ranks_);  // number of first messages that each rank of this node publishes
     for (int rank = 0; rank < of.size_; ++rank)
       if (foreign(rank)) place_[rank] = shown[shows(rank)]++;
   }
@@ -53,12 +52,12 @@ class CarriedCommunicator::ParcelExchange {
     of_.hear_all(exchange_, senders_);
     receive_parcels();
     show_first_messages();
-    for (int step = 1; step < of_.size_; ++step) {  // not all ranks begin with the same one
+    for (int step = 1; step < of_.size_; ++step) {  // starts at a different peer on each rank
       const int rank = (of_.rank_ + step) % of_.size_;
       if (foreign(rank) && !small(ins_[rank].size))
         exchange_.messages.send(rank, results, ins_[rank].data, ins_[rank].size);
     }
-    of_.exchange_in_node(exchange_, ins_, outs_);  // while messages are on their way
+    of_.exchange_in_node(exchange_, ins_, outs_);  // overlaps with the messages in flight
     spread_parcels();
   }
 
@@ -108,7 +107,7 @@ class CarriedCommunicator::ParcelExchange {
     }
   }
 
-  // What every rank of another node has said to one of this node.
+  // Publishes the first messages from other nodes to all ranks of this node.
   void show_first_messages() {
     rounds_.begin(exchange_.operation, senders_.size() * sizeof(First));
     const uint64_t round = rounds_.next();
@@ -116,7 +115,7 @@ class CarriedCommunicator::ParcelExchange {
     for (const int rank : senders_) copy_bytes(slot + place_[rank] * sizeof(First), &of_.heard_[rank], sizeof(First));
     rounds_.publish(round);
     for (int local = 0; local < ranks_; ++local)
-      if (local != rounds_.rank()) rounds_.read(round, local);  // compares
+      if (local != rounds_.rank()) rounds_.read(round, local);  // compares descriptors
     for (int rank = 0; rank < of_.size_; ++rank)
       if (foreign(rank)) take(rank, round);
     rounds_.release(round);
@@ -127,7 +126,7 @@ class CarriedCommunicator::ParcelExchange {
   }
 
   void take(int rank, uint64_t round) {
-    First copied;  // the other rank's memory is not trusted to hold still
+    First copied;  // another rank's memory may change, so work on a copy
     const First* first = &of_.heard_[rank];
     if (shows(rank) != rounds_.rank()) {
       std::memcpy(&copied, rounds_.read(round, shows(rank)) + place_[rank] * sizeof(First), sizeof(First));
@@ -168,13 +167,13 @@ class CarriedCommunicator::ParcelExchange {
         if (foreign(rank) && apart(rank)) return true;
       return false;
     };
-    if (!any()) return;  // alike on all ranks of the node
+    if (!any()) return;  // the same result on all ranks of the node
     rounds_.begin(exchange_.operation, come_bytes_);
     const uint64_t round = rounds_.next();
     for (const size_t message : come_) exchange_.messages.wait_for(message);
     copy_bytes(rounds_.open(round), of_.scratch(come_bytes_), come_bytes_);
     rounds_.publish(round);
-    std::vector<size_t> at(ranks_);  // in the slot of each rank of this node
+    std::vector<size_t> at(ranks_);  // offset in each local rank's slot
     for (int rank = 0; rank < of_.size_; ++rank) {
       if (!foreign(rank) || !apart(rank)) continue;
       const NodeParcel parcel = parcel_of(rank);
@@ -194,11 +193,11 @@ class CarriedCommunicator::ParcelExchange {
   Rounds& rounds_;
   const Bytes* ins_;
   const MutableBytes* outs_;
-  const std::vector<int>& senders_;  // whose first messages and parcels come to this rank
+  const std::vector<int>& senders_;  // ranks whose first messages and parcels this rank receives
   const int ranks_;                  // of this node
-  std::vector<uint64_t> promised_;   // by rank of another node, and rank of this one
-  std::vector<size_t> place_;        // of a rank's first message among those that one of this node shows
-  std::vector<size_t> come_;         // messages
+  std::vector<uint64_t> promised_;   // by sender, then by local rank
+  std::vector<size_t> place_;        // a sender's place among the first messages that one local rank publishes
+  std::vector<size_t> come_;         // receives of separate parcels
   size_t come_bytes_ = 0;
 };
 
@@ -271,7 +270,7 @@ void CarriedCommunicator::scatter_in_parcels(Exchange& exchange, const void* con
     ark::scatter(rounds, exchange.operation, of_node.data(), out, bytes, plan_.local_of(root), kInNode);
     for (size_t i = 0; i < partners.size(); ++i) {
       const size_t leaves = parcel(plan_.node_of(partners[i]));
-      if (leaves <= First::kRoom) continue;  // it has all
+      if (leaves <= First::kRoom) continue;  // everything went with the first message
       hear(exchange, partners[i]);
       exchange.messages.send(partners[i], data, parcels[i], leaves);
     }

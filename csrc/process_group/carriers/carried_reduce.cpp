@@ -1,14 +1,10 @@
-// Large sums over several nodes, chunk by chunk through three stages, each a step behind the one before it.
+// Large sums over several nodes, pipelined chunk by chunk through three stages: sum in the node, sum over nodes,
+// publish.
 //
-// all_reduce and reduce: a chunk has a part for each rail. In round a(k) every rank publishes its chunk k to its node;
-// the rank of each rail adds its part up (a partial) and sends every other node its range of that. A step later it adds
-// the partials of its own range, in node order, and sends the result to the other nodes; another step later it
-// publishes the part, whole now, in round b(k), and the node collects it one more step later. While a chunk is on its
-// way, the next is added up. A reduce has one range: that of root's node.
-//   step t:   publish a(t) | add part of t-1 | add range of t-1-lag | publish b(t-1-2 lag) | collect b(t-2-2 lag)
-// Rounds are published and read in this order on every rank of a node, so `released` only grows; a step publishes two
-// at most and reads those of the step before, so four slots suffice. Messages wait for earlier steps of others alone,
-// and sends wait for nobody but where their memory is needed again, so no circle of waits closes.
+// In round a(k) every rank publishes chunk k to its node. The rank of each rail adds its part of the chunk (a partial)
+// and sends every other node that node's range of it. One step later it adds the partials of its own range in node
+// order and sends the result to the other nodes. Another step later it publishes the complete part in round b(k), which
+// the node collects in the next step. A reduce has one range: that of root's node.
 #include <algorithm>
 
 #include "collectives/cpu/algorithms.hpp"
@@ -18,14 +14,18 @@ namespace ark {
 
 namespace {
 
-constexpr size_t kChunk = 1 << 20;  // bytes
+constexpr size_t kChunk = 1 << 20;  // in bytes
 static_assert(kChunk <= kMaxChunkBytes);
 constexpr size_t kLag = 1;             // steps between two stages of a chunk
-constexpr size_t kSlots = kLag + 1;    // of memory that a stage hands to the next
-constexpr size_t kPartAlign = kAlign;  // bytes; parts of a chunk start on cache lines
+constexpr size_t kSlots = kLag + 1;    // buffers between two stages
+constexpr size_t kPartAlign = kAlign;  // in bytes; parts of a chunk start on cache lines
 
 }  // namespace
 
+// step t:   publish a(t) | add part of t-1 | add range of t-1-lag | publish b(t-1-2 lag) | collect b(t-2-2 lag)
+// Every rank of a node publishes and reads rounds in this order, so `released` only grows. A step publishes at most two
+// rounds and reads those of the previous step, so four slots suffice. Receives depend only on earlier steps of other
+// ranks, and sends are waited for only before their memory is reused, so the waits cannot form a cycle.
 class CarriedCommunicator::ChunkedReduce {
  public:
   ChunkedReduce(CarriedCommunicator& of, Exchange& exchange, const void* in, void* out, size_t count, int root)
@@ -79,7 +79,7 @@ class CarriedCommunicator::ChunkedReduce {
   uint64_t result_round(size_t k) const { return first_ + k + std::min(chunks_, k + 2 + 2 * kLag); }
   size_t elements(size_t k) const { return std::min(chunk_, count_ - k * chunk_); }
   ElementRange part(size_t k, int rail) const { return part_of(elements(k), plan_.rails(), rail, unit_); }
-  // A node's range of this rank's part, from the part's start. Two nodes take all of it: as many bytes, one hop less.
+  // A node's range within this rank's part. With two nodes each takes the whole part: as many bytes, one hop fewer.
   ElementRange range(size_t k, int node) const {
     const size_t total = part(k, rail_).count;
     if (direct_) return {0, total};
@@ -89,7 +89,7 @@ class CarriedCommunicator::ChunkedReduce {
   bool wants_result() const { return out_ != nullptr; }
   bool node_has_result() const { return root_node_ < 0 || root_node_ == plan_.node(); }
 
-  // Memory of chunk k in this rank: every node's partial of its part, and the part's result where it has no tensor.
+  // Memory of chunk k: every node's partial of this rank's part, and the result if this rank has no output tensor.
   std::byte* slot(size_t k) const { return memory_ + k % kSlots * most_part_ * (partial_ * plan_.nodes() + element_); }
   std::byte* partial(size_t k, int node) const { return slot(k) + node * most_part_ * partial_; }
   std::byte* result(size_t k) const {
@@ -114,7 +114,7 @@ class CarriedCommunicator::ChunkedReduce {
 
   void add_part(size_t k) {
     const uint64_t round = input_round(k);
-    for (int i = 0; i < ranks_ && (k == 0 || rail_ >= 0); ++i) {  // ranks that add nothing compare, too
+    for (int i = 0; i < ranks_ && (k == 0 || rail_ >= 0); ++i) {  // ranks that add nothing still compare descriptors
       const size_t offset = rail_ < 0 ? 0 : part(k, rail_).begin * element_;
       sources_[i] = (i == rounds_.rank() ? in_ + k * chunk_ * element_ : rounds_.read(round, i)) + offset;
     }
@@ -153,7 +153,7 @@ class CarriedCommunicator::ChunkedReduce {
   void add_range(size_t k) {
     if (rail_ < 0) return;
     for (const size_t receive : awaited_[k % kSlots]) messages_.wait_for(receive);
-    if (direct_ && plan_.flat())  // the result may replace what was sent
+    if (direct_ && plan_.flat())  // the result may overwrite the input that was sent
       for (const size_t sent : sent_[k % kSlots]) messages_.wait_for(sent);
     const ElementRange own = range(k, plan_.node());
     std::byte* target = result(k) + own.begin * element_;
@@ -200,16 +200,16 @@ class CarriedCommunicator::ChunkedReduce {
   const StagedReduce& reduction_;
   Rounds& rounds_;
   const std::byte* in_;
-  std::byte* out_;  // null: another rank's
+  std::byte* out_;  // null if another rank gets the result
   const size_t count_;
-  const int root_node_;  // -1: everybody wants the result
+  const int root_node_;  // -1: every rank wants the result
   const size_t element_, partial_, unit_;
-  const size_t chunk_, chunks_;  // elements of one; how many
-  const int ranks_;              // of the node
-  const int rail_;               // -1: none
+  const size_t chunk_, chunks_;  // elements per chunk; number of chunks
+  const int ranks_;              // of this node
+  const int rail_;               // -1: this rank has no rail
   const bool lone_, direct_;
   std::vector<const void*> sources_;
-  std::vector<int> peers_;  // of the rail
+  std::vector<int> peers_;  // on the same rail
   size_t most_part_ = 0;
   std::byte* memory_ = nullptr;
   uint64_t first_ = 0;
@@ -222,8 +222,8 @@ void CarriedCommunicator::reduce_in_chunks(Exchange& exchange, const void* in, v
   ChunkedReduce(*this, exchange, in, out, count, root).run();
 }
 
-// reduce_scatter: every rank publishes piece k of all blocks; the rank that stands for a block's owner adds the node's
-// up and sends the owner the partial, and the owner adds those of all nodes a step later.
+// reduce_scatter: every rank publishes piece k of all blocks. A block owner's representative adds the node's pieces and
+// sends the partial to the owner. The owner adds the partials of all nodes a step later.
 void CarriedCommunicator::reduce_blocks(Exchange& exchange, const void* const* ins, void* out, size_t count) {
   using enum MessageChannel;
   const Operation& operation = exchange.operation;
@@ -233,11 +233,11 @@ void CarriedCommunicator::reduce_blocks(Exchange& exchange, const void* const* i
   const size_t element = size_of(operation.descriptor.dtype), partial = reduction.partial_size();
   const int nodes = plan_.nodes(), node = plan_.node(), ranks = rounds.size();
   const bool in_first = count * partial <= First::kRoom && count * element * size_ <= kChunk;
-  const size_t most = plan_.flat() ? kChunk : kChunk / size_;  // bytes
+  const size_t most = plan_.flat() ? kChunk : kChunk / size_;  // in bytes
   const size_t piece = std::max<size_t>(1, std::min(most / element, count));
   const size_t pieces = std::max<size_t>(1, (count + piece - 1) / piece);
   const auto elements = [&](size_t k) { return std::min(piece, count - k * piece); };
-  std::vector<int> blocks = plan_.targets();  // that this rank adds up
+  std::vector<int> blocks = plan_.targets();  // blocks that this rank adds up
   blocks.push_back(rank_);
   const size_t slot = piece * partial * (nodes + blocks.size());
   std::byte* memory = scratch(kSlots * slot);
@@ -298,7 +298,7 @@ void CarriedCommunicator::reduce_blocks(Exchange& exchange, const void* const* i
         sent[k % kSlots].push_back(messages.send(block, data, sum, elements(k) * partial));
       }
     }
-    if (in_first) {  // what they send is all that they hear
+    if (in_first) {  // these peers send partials and expect only a first message in return
       for (const int peer : plan_.peers())
         if (plan_.stands_for(peer, node) != rank_) tell(exchange, peer);
     }

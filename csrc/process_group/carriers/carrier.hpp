@@ -1,7 +1,8 @@
-// What carries messages between nodes: PyTorch's Gloo (backend_carrier.hpp), or RDMA (rdma_carrier.hpp).
+// Interface for messages between nodes, implemented by PyTorch's Gloo (backend_carrier.hpp) and RDMA
+// (rdma_carrier.hpp).
 //
-// Messages of one tag between two ranks arrive in the order in which they are sent, and have the size that was posted
-// for them. A tag is received from one rank at a time or from anyone, never both.
+// Messages of one tag between two ranks arrive in send order and must have the size of their posted receive. A tag is
+// received either from named ranks or from any rank, never both.
 #pragma once
 
 #include <chrono>
@@ -13,12 +14,12 @@ namespace ark {
 
 class Carrier {
  public:
-  // A message that was begun. Its memory stays as it is until the message has been waited for or is given up, which it
-  // is when it goes.
+  // A message in flight. Its memory must stay unchanged until it has been waited for or cancelled. The destructor
+  // cancels it.
   class Message {
    public:
     virtual ~Message() = default;
-    // False where the time is over; throws what the message failed with.
+    // Returns false when `patience` is over. Throws the message's failure.
     virtual bool wait(std::chrono::milliseconds patience) = 0;
     virtual void abort() = 0;  // from any thread
   };
@@ -29,7 +30,7 @@ class Carrier {
   virtual MessagePtr send(int peer, int tag, const void* data, size_t bytes) = 0;
   virtual MessagePtr receive(int peer, int tag, void* data, size_t bytes) = 0;
   virtual MessagePtr receive_any(int tag, void* data, size_t bytes) = 0;
-  // Nothing will begin any more. What was sent arrives first, unless the group has failed.
+  // No message may begin after this. Earlier sends arrive first, unless the group has failed.
   virtual void close(bool /*failed*/) {}
 };
 

@@ -1,4 +1,4 @@
-// Making NCCL for a group that exists, and ending it. What it carries is in shared_communicator.cpp.
+// Creates NCCL for an existing group and ends it. shared_communicator.cpp decides what it carries.
 #include "process_group/carriers/nccl_entry.hpp"
 
 #include <thread>
@@ -33,7 +33,7 @@ std::vector<uint8_t> bytes_of(const std::string& text) {
   return {text.begin(), text.end()};
 }
 
-// What a call that may not return leaves behind; shared with the thread that makes it.
+// State shared with a thread whose call may never return.
 struct Attempt {
   std::atomic<bool> over{false};
   std::string error;  // written before `over`
@@ -44,7 +44,7 @@ std::shared_ptr<Attempt> apart(const char* what, Body body) {
   auto attempt = std::make_shared<Attempt>();
   start_thread(what, [attempt, body = std::move(body)] {
     try {
-      const RelaxedCapture relaxed;  // some other thread may be capturing
+      const RelaxedCapture relaxed;  // another thread may be capturing
       body();
     } catch (const std::exception& error) {
       attempt->error = error.what();
@@ -67,7 +67,8 @@ bool NcclEntry::wants(Kind kind, uint64_t bytes) const {
   return bytes > 0 && bytes >= range.from && bytes <= range.to;
 }
 
-// The communicator is made by a thread of its own: NCCL's waits for peers have no bound and look for nobody.
+// Creates the communicator on a separate thread, because NCCL waits for peers without a time limit and detects no
+// failures.
 std::string NcclEntry::connect(const Meeting& meeting) {
   std::string own;
   std::shared_ptr<Attempt> attempt;
@@ -131,7 +132,7 @@ void NcclEntry::abort() {
   if (!made || aborted_.exchange(true)) return;
   try {
     apart("the thread that aborts NCCL", [made] { made->abort(); });
-  } catch (const Error&) {  // no thread could be started: the next look tries again
+  } catch (const Error&) {  // no thread could start; the next look tries again
     aborted_.store(false);
     throw;
   }

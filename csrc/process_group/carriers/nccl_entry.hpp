@@ -1,13 +1,10 @@
-// PyTorch's own NCCL as an entry of the dispatch table for CUDA tensors: it carries single collectives of a group whose
-// other operations are ark's, at the sizes for which it was measured to be faster (CudaDispatch::nccl_*_from and _to).
+// PyTorch's NCCL as an entry of the dispatch table for CUDA tensors: it carries the sizes at which it was measured to
+// be faster.
 //
-// It is made when the first operation of such a size comes, by all ranks together; every rank decides alike, since the
-// table is rank 0's and counts are equal on all ranks. all_to_all with splits stays ark's, as its counts are not.
-//
-// An operation that NCCL carries is enqueued like any other: on the same streams, between the same events, under the
-// same numbers (CudaGroup::enqueue), in graphs too. Ahead of it goes a barrier of ark's, on the device: it has a bound
-// and can say who is missing, neither of which NCCL has, and it keeps two NCCL communicators from meeting in different
-// orders on different ranks. Where a peer is lost behind it, the group's watch fails the group, and NCCL is aborted.
+// All ranks create it together at the first operation of such a size (CudaDispatch::nccl_*_from and _to). They decide
+// the same way because they use rank 0's table and equal counts. all_to_all with splits stays with ark, because its
+// counts differ. The operation is enqueued like any other: same streams, events and numbers (CudaGroup::enqueue), also
+// in graphs.
 #pragma once
 
 #include <c10/util/FunctionRef.h>
@@ -25,6 +22,9 @@
 
 namespace ark {
 
+// A barrier of ark's on the device precedes each operation. Unlike NCCL it has a time limit and can name a missing
+// rank. It also keeps two NCCL communicators from running in different orders on different ranks. If a peer is lost
+// after the barrier, the group's watch fails the group and aborts NCCL.
 class NcclEntry {
  public:
   using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
@@ -32,26 +32,26 @@ class NcclEntry {
     int rank = 0, size = 1;
     c10::Device device{c10::kCUDA, 0};
     CudaDispatch dispatch;                         // agreed between the ranks
-    std::shared_ptr<KeyValueStore> store;          // keys of this entry alone
-    std::function<void(const Error&)> fail_group;  // tells the peers too
+    std::shared_ptr<KeyValueStore> store;          // with keys for this entry alone
+    std::function<void(const Error&)> fail_group;  // also tells the peers
   };
-  // NCCL's timeout beyond the group's: its own watchdog ends the process, the group's, which only raises, comes first.
+  // NCCL's timeout exceeds the group's by this. NCCL's watchdog ends the process, so the group's error must come first.
   static constexpr std::chrono::minutes kLater{1};
   explicit NcclEntry(Options options) : options_(std::move(options)) {}
 
-  // Whether the table gives NCCL any operation at all.
+  // Returns true if the table gives NCCL any operation.
   static bool in(const CudaDispatch& dispatch);
-  // `bytes`: of the whole tensor (all_gather: the gathered one; reduce_scatter, all_to_all: the input).
+  // `bytes`: size of the whole tensor (all_gather: the output; reduce_scatter, all_to_all: the input).
   bool wants(Kind kind, uint64_t bytes) const;
-  // NCCL is there, or will never be.
+  // Returns true once NCCL is ready or was refused for good.
   bool decided() const { return state_.load(std::memory_order_acquire) != State::unmade; }
-  // What meets the ranks: not kept, since an entry may go while Python ends, and these may be Python's.
+  // Callbacks for meet(). They are not kept, because they may belong to Python and the entry may outlive it.
   struct Meeting {
-    std::function<BackendPtr()> make;             // does not meet the peers yet
-    std::function<void()> check;                  // between waits; throws what ends the group
+    std::function<BackendPtr()> make;             // does not contact peers yet
+    std::function<void()> check;                  // called between waits; throws what ended the group
     std::function<void(const std::string&)> log;  // one line for people; may be empty
   };
-  // Collective, and blocking: makes NCCL's group on all ranks or on none. Not under capture.
+  // Collective and blocking. Creates NCCL's group on all ranks or on none. Not allowed during capture.
   void meet(const Meeting& meeting);
   bool ready() const { return state_.load(std::memory_order_acquire) == State::ready; }
   BackendPtr backend() const { return ready() ? backend_ : nullptr; }
@@ -60,27 +60,27 @@ class NcclEntry {
   void count() { carried_.fetch_add(1, std::memory_order_relaxed); }
 
   const Options& options() const { return options_; }
-  // Kernels of NCCL leave; returns at once. Any thread.
+  // Makes NCCL's kernels leave, and returns at once. From any thread.
   void abort();
-  // Bounded; what holds NCCL up (a graph that still holds its kernels) is left to a thread of its own.
+  // Bounded. If NCCL cannot end yet (a graph still holds its kernels), a separate thread waits for it.
   void close(std::chrono::milliseconds patience);
 
  private:
   enum class State { unmade, ready, refused };
-  std::string connect(const Meeting& meeting);  // empty, or why not
+  std::string connect(const Meeting& meeting);  // returns why it failed; empty on success
 
   const Options options_;
   std::mutex mutex_;
   std::atomic<State> state_{State::unmade};
-  BackendPtr backend_;  // written before state_ is ready
+  BackendPtr backend_;  // written before state_ becomes ready
   std::atomic<uint64_t> carried_{0};
   std::atomic<bool> aborted_{false};
 };
 
-// A group's collectives where NCCL has its share: what it does not carry goes on to `ours`. Lives for one call.
+// Passes NCCL its share of a group's collectives and the rest to `ours`. Lives for one call.
 class SharedCommunicator final : public Communicator {
  public:
-  // `even`: an all_to_all of equal parts on all ranks.
+  // `even`: an all_to_all with equal parts on all ranks.
   SharedCommunicator(CudaCommunicator& ours, NcclEntry& nccl, bool even)
       : Communicator(ours.rank(), ours.size()), ours_(ours), nccl_(nccl), even_(even) {}
 
@@ -96,7 +96,7 @@ class SharedCommunicator final : public Communicator {
 
  private:
   using Call = c10::function_ref<c10::intrusive_ptr<c10d::Work>(c10d::Backend&)>;
-  // NCCL, where it is to carry this; else null.
+  // Returns NCCL if it should carry this operation, else null.
   NcclEntry::BackendPtr carrier(Kind kind, uint64_t bytes) const;
   NcclEntry::BackendPtr reducer(const Operation& operation, Kind kind, uint64_t bytes) const;
   void carry(c10d::Backend& nccl, const Operation& operation, Call call);

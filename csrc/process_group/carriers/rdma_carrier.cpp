@@ -8,9 +8,9 @@ namespace ark {
 
 namespace {
 
-constexpr auto kForTrying = std::chrono::seconds(30);      // the network, with all ranks there
-constexpr int kTrialTag = -1;                              // users' and collectives' are not negative
-constexpr auto kForWhatWasSent = std::chrono::seconds(5);  // to arrive, before this rank leaves
+constexpr auto kForTrying = std::chrono::seconds(30);      // for the trial messages, once all ranks have arrived
+constexpr int kTrialTag = -1;                              // users and collectives use no negative tags
+constexpr auto kForWhatWasSent = std::chrono::seconds(5);  // for sends to arrive before this rank leaves
 
 class RdmaMessage : public Carrier::Message {
  public:
@@ -24,7 +24,7 @@ class RdmaMessage : public Carrier::Message {
   const rdma::Messages::MessagePtr message_;
 };
 
-// Records take printable ASCII of a bounded length.
+// Records hold printable ASCII of bounded length.
 std::string printable(std::string text) {
   for (char& c : text)
     if (c < ' ' || c > '~') c = '?';
@@ -51,7 +51,7 @@ void RdmaCarrier::close(bool failed) {
 
 namespace {
 
-// Why the peers cannot be reached; empty: they can.
+// Returns why the peers cannot be reached; empty if they can.
 std::string try_peers(rdma::Messages& messages, const RdmaQuestion& question) {
   const auto deadline =
       rdma::Messages::Clock::now() + std::min<std::chrono::milliseconds>(kForTrying, question.timeout);
@@ -143,7 +143,7 @@ RdmaAgreement agree_on_rdma(const RdmaQuestion& question, KeyValueStore& store,
   if (!left_out.empty()) text += "; left out here: " + left_out;
   auto messages = std::make_shared<rdma::Messages>(std::move(rails), own_store(), std::move(setup));
   const std::string trouble = printable(try_peers(*messages, question));
-  // Never empty: not every store takes that.
+  // Never empty, because some stores reject empty values.
   const std::string told = (trouble.empty() ? "+" : "-") + trouble;
   const auto outcomes = gather("/outcome", {told.begin(), told.end()});
   std::string failed;

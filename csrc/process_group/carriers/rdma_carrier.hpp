@@ -1,9 +1,9 @@
-// RDMA as a carrier (dma/rdma/messages.hpp), and the agreement of a group's ranks whether it is theirs.
+// RDMA as a carrier (dma/rdma/messages.hpp), and the agreement of a group's ranks on whether to use it.
 //
-// Each rank offers what it could use, or says why nothing; all read all offers and conclude alike (rdma::decide). Then
-// each exchanges a message with those that it will exchange data with, and says whether they came: a NIC whose network
-// reaches nobody is no use. So a group goes by RDMA as a whole or not at all, and a rank without it never keeps the
-// others waiting.
+// Each rank publishes what it could use or why it cannot. All ranks read all offers and decide the same way
+// (rdma::decide). Then each rank exchanges a message with its data peers and reports the outcome, which catches a NIC
+// whose network reaches no peer. So a group uses RDMA as a whole or not at all, and a rank without it never blocks the
+// others.
 #pragma once
 
 #include <functional>
@@ -29,21 +29,21 @@ class RdmaCarrier : public Carrier {
 };
 
 struct RdmaAgreement {
-  std::shared_ptr<RdmaCarrier> carrier;  // null: not by RDMA
-  std::string reason;                    // for people: by what, or why not
+  std::shared_ptr<RdmaCarrier> carrier;  // null: RDMA is not used
+  std::string reason;                    // for people: the network in use, or why not RDMA
 };
 
 struct RdmaQuestion {
   int rank = 0, size = 0;
-  std::string start;  // of this start of the group
+  std::string start;  // identifies this start of the group
   rdma::Wish wish = rdma::Wish::automatic;
   rdma::Options options;
   std::chrono::milliseconds timeout{0};
-  std::vector<int> peers;  // with whom this rank will exchange data, as they with it
+  std::vector<int> peers;  // ranks that exchange data with this rank
 };
-// Collective over the group's ranks. own_store: makes one that the carrier keeps and nobody else waits in.
-// Error(invalid_argument) on all ranks where one insists on RDMA and it cannot be; Error(mismatch) for ranks of another
-// ark_torch.
+// Collective over the group's ranks. own_store: makes a store that only the carrier uses. Throws
+// Error(invalid_argument) on all ranks if one requires RDMA and it cannot be used, Error(mismatch) if ranks run
+// different versions of ark_torch.
 RdmaAgreement agree_on_rdma(const RdmaQuestion& question, KeyValueStore& store,
                             const std::function<std::unique_ptr<KeyValueStore>()>& own_store);
 

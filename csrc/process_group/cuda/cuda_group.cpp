@@ -1,4 +1,4 @@
-// The order of operations on the device, and the streams and events that make it. See the header.
+// Orders operations on the device with streams and events.
 #include "process_group/cuda/cuda_group.hpp"
 
 #include <c10/core/DeviceGuard.h>
@@ -14,12 +14,12 @@ namespace ark {
 
 namespace {
 
-// A query of the device costs more than an entry: they are looked at in batches, and a device that lags behind is asked
-// again when as many have come again.
+// A query of the device costs more than an entry, so entries are checked in batches. A device that lags behind is asked
+// again after another batch.
 constexpr size_t kBatch = 16;
 
-// Streams of the pool that lines of this process use. Two lines on one stream could wait for each other (a large send
-// before the receive that the peer waits for), and PyTorch hands out the same few streams in turn.
+// Pool streams in use by lines of this process. Two lines on one stream could deadlock (a large send ahead of the
+// receive that the peer waits for), and PyTorch hands out the same few streams in turn.
 struct LineStreams {
   std::mutex mutex;
   std::multiset<std::pair<c10::DeviceIndex, c10::StreamId>> used;
@@ -28,7 +28,7 @@ LineStreams& line_streams() {
   static auto* streams = new LineStreams;
   return *streams;
 }
-constexpr int kPoolStreams = 32;  // of each priority
+constexpr int kPoolStreams = 32;  // per priority
 
 }  // namespace
 
@@ -47,7 +47,7 @@ OperationRecord::Held OperationRecord::release() {
 CudaGroup::CudaGroup(c10::Device where, std::unique_ptr<CudaCommunicator> communicator,
                      std::shared_ptr<NcclEntry> entry)
     : device(where), nccl(std::move(entry)), communicator_(std::move(communicator)) {
-  // Its kernels wait for a lost peer until they are told.
+  // NCCL's kernels wait for a lost peer until NCCL is aborted.
   if (nccl) communicator_->when_failed([nccl = nccl] { nccl->abort(); });
 }
 
@@ -76,8 +76,8 @@ std::shared_ptr<CudaCommunicator> CudaGroup::communicator() {
 }
 
 c10::Stream CudaGroup::own_stream(Line& line, bool captured) {
-  // Captured operations have a stream of their own: an eager operation of another thread, on a stream that a capture
-  // has taken in, would be captured with it.
+  // Captured operations use a separate stream. If a capture included the line's own stream, it would also capture
+  // another thread's eager operations on it.
   std::optional<c10::Stream>& own = captured ? line.own_captured : line.own;
   if (!own) {
     LineStreams& streams = line_streams();
@@ -96,7 +96,7 @@ void CudaGroup::enqueue(const RecordPtr& operation, const Way& way, GroupCore& c
   const c10::Stream current = current_stream(device);
   const uint64_t capture = capture_of(current);
   OperationRecord& mine = *operation;
-  std::vector<RecordPtr> passed;  // told, and freed, without the lock
+  std::vector<RecordPtr> passed;  // reported and freed outside the lock
   std::vector<RecordPtr> old_captured;
   {
     const std::lock_guard lock(mutex_);
@@ -162,8 +162,8 @@ CudaGroup::RecordPtr CudaGroup::mark(c10d::OpType type, const char* name, uint64
 }
 
 void CudaGroup::look(Line& line, std::vector<RecordPtr>& passed, bool all) {
-  // The operations of a line end in the order of issue, so one that has ended speaks for those before it. Abandoned
-  // ones hold tensors: while there are any, every call looks.
+  // Operations of a line end in issue order, so one that has ended implies those before it. Abandoned operations hold
+  // tensors, so check on every call while there are any.
   const bool eager = all || abandoned_.load(std::memory_order_relaxed) > 0;
   while (!line.pending.empty()) {
     if (!eager && line.pending.size() < std::max(line.look_at, 2 * kBatch)) return;
@@ -188,12 +188,13 @@ std::pair<int64_t, int64_t> CudaGroup::times_of(const OperationRecord& operation
     const int64_t start = clock_->time_of(operation.start).value_or(0);
     return {start, ended ? clock_->time_of(operation.end).value_or(0) : 0};
   } catch (const std::exception&) {
-    return {0, 0};  // the device has failed; whoever waits for it is told
+    return {0, 0};  // the device has failed; waiters get the error
   }
 }
 
 void CudaGroup::abandon(OperationRecord& operation) {
-  // A synchronous one holds nothing, a captured one is held with its capture, and one that has ended has let go.
+  // Synchronous operations hold nothing, captured ones are kept with their capture, and ended ones have released their
+  // tensors.
   if (operation.on == operation.issuer || operation.capture != 0 || operation.seen_done) return;
   if (!operation.abandoned.exchange(true)) abandoned_.fetch_add(1, std::memory_order_relaxed);
 }
@@ -201,7 +202,7 @@ void CudaGroup::abandon(OperationRecord& operation) {
 void CudaGroup::look() {
   std::vector<RecordPtr> passed;
   try {
-    // Who looks may be a thread that someone waits for with the lock held: it then comes back another time.
+    // A lock holder may be waiting for this thread, so never block here; a later look does the work.
     const std::unique_lock lock(mutex_, std::try_to_lock);
     if (!lock.owns_lock()) return;
     for (auto& [number, line] : lines_) {
@@ -213,7 +214,7 @@ void CudaGroup::look() {
       if (started) started(*running);
     }
   } catch (const std::exception&) {
-    // The device has failed; whoever waits for it is told.
+    // The device has failed; waiters get the error.
   }
   for (const RecordPtr& one : passed) {
     if (completed) completed(*one);
@@ -251,7 +252,7 @@ bool CudaGroup::drain(Clock::time_point until) {
           Line& line = entry.second;
           return line.pending.empty() || line.pending.back()->done();
         } catch (const std::exception&) {
-          return true;  // a device that has failed runs nothing any more
+          return true;  // a failed device runs nothing
         }
       });
       if (idle) break;

@@ -1,22 +1,10 @@
 // A group's side on one CUDA device: its communicator, its streams, and the order in which operations reach the device.
 //
-// Operations of one line reach the device in the order of issue: the collectives are one line, the messages sent to a
-// peer another, those received from it a third. A synchronous operation is enqueued on the caller's current stream, an
-// asynchronous one on a stream of the line, after all that the current stream holds. Where consecutive operations of a
-// line are on different streams, the later stream waits for the end event of the earlier. Captured operations are
-// ordered among those of the same capture, eager ones among the eager: an event of the one kind must not be waited on
-// by the other.
-//
-// Every operation's end event is recorded at once, though few are ever waited for: one recorded when it is needed would
-// stand for all that its stream got in between. The later stream could then wait in a circle with another rank, whose
-// order of issue among groups differs; the flight record would show what ended as pending behind what hangs; and a
-// stream that captures by then, or that its owner has destroyed, takes no event at all.
-//
-// Each line keeps its eager operations until the device has passed them, for the flight record and for the tensors of
-// works that nobody waited for. Nothing here waits for the device but drain() and close().
-//
-// Locks: mutex_ is held while an operation is enqueued, so threads may issue concurrently; nothing that needs Python
-// runs under it. life_ guards the communicator's pointer, for those who only check.
+// Operations of a line reach the device in issue order. The collectives form one line, and so do the sends to each peer
+// and the receives from each peer. A synchronous operation runs on the caller's current stream, an asynchronous one on
+// the line's stream after the current stream's work. If consecutive operations of a line use different streams, the
+// later stream waits for the earlier end event. Captured operations are ordered within their capture, eager ones among
+// themselves.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -40,55 +28,66 @@ namespace ark {
 
 class GroupCore;
 
+// Every operation's end event is recorded at once, although few are ever waited for. An event recorded later would also
+// cover everything that the stream received in between. The later stream could then deadlock with a rank that issues
+// groups in another order, and the flight record would show finished operations as pending. Also, a stream that is
+// capturing or destroyed by then accepts no event.
+//
+// Each line keeps its eager operations until the device has passed them, for the flight record and to hold tensors of
+// works that no caller waited for. Only drain() and close() wait for the device.
+//
+// Locks: mutex_ is held while an operation is enqueued, so threads may issue concurrently. Nothing that needs Python
+// runs under it. life_ guards the communicator's pointer for callers that only check.
 class CudaGroup {
  public:
   using RecordPtr = std::shared_ptr<OperationRecord>;
-  // Which line an operation belongs to: kCollectives, or a peer and a direction.
+  // The line of an operation: kCollectives, or a peer and a direction.
   static constexpr int kCollectives = 0;
   static int line_of(int peer, bool is_send) { return is_send ? 1 + peer : -1 - peer; }
 
-  // On which line, on its own stream or the caller's, and whether the device's time is taken.
+  // Which line, whether it uses the line's own stream, and whether it records device times.
   struct Way {
     int line = kCollectives;
     bool own_stream = false;
     bool timed = false;
   };
 
-  // `nccl`: an entry of the dispatch table; null where it has no share.
+  // `nccl`: an entry of the dispatch table; null if NCCL has no share.
   CudaGroup(c10::Device device, std::unique_ptr<CudaCommunicator> communicator, std::shared_ptr<NcclEntry> nccl = {});
   explicit CudaGroup(c10::Device device, c10::intrusive_ptr<c10d::Backend> carrier);
   ~CudaGroup();
 
-  // Has the group's core number and record the operation, and runs its body with its stream current.
+  // Lets the core number and record the operation, then runs its body with its stream current.
   void enqueue(const RecordPtr& operation, const Way& way, GroupCore& core, FlightEntry& entry);
-  // What the current stream holds by now, as an operation: for what belongs to no line. Keeps no tensors. `start`:
-  // where it is timed.
+  // Returns an operation for everything on the current stream so far, outside any line. It keeps no tensors. `start`:
+  // set if it is timed.
   RecordPtr mark(c10d::OpType type, const char* name, uint64_t sequence, SharedEvent start = {});
 
-  // Throws the error that ended the group, if one did.
+  // Throws the error that ended the group, if any.
   void check(const OperationContext& context);
-  bool failed(const OperationContext& context, std::exception_ptr& error);  // the same, returned
+  bool failed(const OperationContext& context, std::exception_ptr& error);  // returns the error instead
   void abort();
-  // Nobody keeps the operation's tensors any more: they go when the device is done with them.
+  // Releases the operation's tensors once the device is done, because no caller keeps them.
   void abandon(OperationRecord& operation);
-  // Looks at what the device has done since; `completed` is told of each operation, never with a lock held.
+  // Checks what the device has finished and calls `completed` for each operation, without a lock.
   void look();
-  // False: the device was not done by then. Graphs that still run are waited for when the communicator goes.
+  // Returns false if the device was not done in time. Graphs that still run are waited for when the communicator is
+  // destroyed.
   bool drain(Clock::time_point until);
-  // As the communicator's.
+  // Forwards to the communicator.
   std::optional<std::string> wait_told(Clock::time_point until);
-  // Frees device memory. `drained`: the device is done; otherwise the memory is given up, since kernels may use it.
+  // Frees device memory if `drained`. Otherwise kernels may still use the memory, so it is leaked.
   void close(bool drained);
 
   const c10::Device device;
-  const c10::intrusive_ptr<c10d::Backend> carrier;  // carries CUDA tensors, where ark cannot; else null
-  const std::shared_ptr<NcclEntry> nccl;            // carries single collectives beside ark; may be null
+  const c10::intrusive_ptr<c10d::Backend> carrier;  // carries CUDA tensors if ark cannot; else null
+  const std::shared_ptr<NcclEntry> nccl;            // carries some collectives beside ark; may be null
   EventPool& events() { return *events_; }
-  std::shared_ptr<CudaCommunicator> communicator();  // null: carried, or closed
-  uint64_t shared_bytes();                           // of this rank's GPU memory, which the group's peers map
-  // When the device began and ended the operation, on the steady clock (ns); 0: not known. Ended or not.
+  std::shared_ptr<CudaCommunicator> communicator();  // null if carried or closed
+  uint64_t shared_bytes();                           // GPU memory of this rank that peers map
+  // Device begin and end times on the steady clock, in ns; 0: unknown. `ended`: whether to read the end.
   std::pair<int64_t, int64_t> times_of(const OperationRecord& operation, bool ended);
-  // Set before the first operation. `started` is told of operations that are timed and still run, when somebody looks.
+  // Set before the first operation. look() calls `started` for a timed operation that is still running.
   std::function<void(const OperationRecord&)> completed, started;
 
  private:
@@ -96,15 +95,15 @@ class CudaGroup {
     std::optional<c10::Stream> own, own_captured;
     RecordPtr last, last_captured;
     std::deque<RecordPtr> pending;
-    size_t look_at = 0;               // how many are pending when the device is asked next
+    size_t look_at = 0;               // number of pending operations at which to ask the device next
     std::vector<RecordPtr> captured;  // of the newest capture, with what they keep
   };
   c10::Stream own_stream(Line& line, bool captured);
-  // Moves what the device has passed to `passed`.
+  // Moves finished operations to `passed`.
   void look(Line& line, std::vector<RecordPtr>& passed, bool all);
 
   std::atomic<int> abandoned_{0};
-  std::unique_ptr<DeviceClock> clock_;  // from the first timed operation on; made under mutex_
+  std::unique_ptr<DeviceClock> clock_;  // created under mutex_ at the first timed operation
   std::mutex life_;
   std::shared_ptr<CudaCommunicator> communicator_;
   std::mutex mutex_;

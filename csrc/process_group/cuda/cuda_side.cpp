@@ -1,8 +1,8 @@
-// Where operations on CUDA tensors go: which device, and who carries them.
+// Chooses the device and the carrier of operations on CUDA tensors.
 //
-// The group's side on the device is made at its first operation there, by all ranks together (whatever that operation
-// is, a send included); so not under graph capture, where nothing can wait for peers. Where ark cannot move the bytes
-// between these GPUs, PyTorch's NCCL is given the very same calls. A rank uses one device a group, the first it used.
+// All ranks create the group's side on the device together at its first operation there, which may be a send. That
+// waits for peers, so it cannot happen during graph capture. If ark cannot move bytes between these GPUs, PyTorch's
+// NCCL gets the same calls. A rank uses one device per group: the first that it used.
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
@@ -26,7 +26,7 @@ PeerAccess peer_access_of(const ProcessGroupArk::Options& options) {
 
 }  // namespace
 
-// One line for people: why, how much, and what NCCL has of it.
+// One line for people: why CUDA tensors go through the host, how much memory that takes, and what NCCL carries.
 std::string ProcessGroupArk::host_line(const CudaCommunicator& communicator) const {
   const std::string& why = communicator.why_on_host();
   const CudaDispatch& dispatch = communicator.dispatch();
@@ -151,15 +151,15 @@ std::shared_ptr<CudaGroup> ProcessGroupArk::join_on(const char* operation, c10::
   }
 }
 
-// What keeps one rank from CUDA tensors keeps all: the peers are told, and would else wait for it. There is no second
-// try, as they have gone on; CPU tensors are not concerned.
+// If one rank cannot use CUDA tensors, no rank can. Peers are told, since they would wait for it. There is no second
+// try, because they have moved on. CPU tensors are not affected.
 void ProcessGroupArk::fail_cuda(KeyValueStore& store, Error error) {
   cuda_failure_ = std::move(error);
   try {
     const std::string told = std::to_string(rank_) + " " + cuda_failure_->what();
     store.set(kCudaFailure, {told.begin(), told.end()});
   } catch (const std::exception&) {
-    // Without a store nobody waits there either.
+    // Without a store no peer waits there either.
   }
   throw *cuda_failure_;
 }
@@ -176,14 +176,14 @@ void ProcessGroupArk::raise_peers_cuda_failure(KeyValueStore& store, int rank) {
               ErrorContext{rank, peer, "", 0, "Mend that, and create the group again."});
 }
 
-// A peer that could not use CUDA tensors may have ended since: what it said tells more than that it is gone.
+// A peer that could not use CUDA tensors may have ended since. Its message explains more than that it is gone.
 void ProcessGroupArk::raise_last_words(KeyValueStore& store, int rank) {
   try {
     raise_peers_cuda_failure(store, rank);
   } catch (const Error&) {
     throw;
   } catch (const std::exception&) {
-    // The store has ended, too.
+    // The store has ended too.
   }
 }
 
@@ -199,8 +199,8 @@ std::shared_ptr<NcclEntry> ProcessGroupArk::nccl_entry(c10::Device device, const
   return std::make_shared<NcclEntry>(std::move(options));
 }
 
-// Before an operation that NCCL is to carry: makes it, where that was not tried yet. Decided by sizes that are alike on
-// all ranks, as a list's for reduce_scatter is and its output's is not.
+// Creates NCCL before the first operation that it should carry. The decision uses sizes that are equal on all ranks;
+// for reduce_scatter that is the list's size, not the output's.
 void ProcessGroupArk::meet_for_nccl(const Call& call, CudaGroup& cuda) {
   if (cuda.nccl->decided()) return;
   uint64_t most = 0, least = ~uint64_t{0}, all = 0;

@@ -1,4 +1,4 @@
-// Thin: everything here is one or two calls of c10 or of the driver.
+// Each function here is one or two calls of c10 or of the driver.
 #include "process_group/cuda/cuda_streams.hpp"
 
 #include <c10/core/DeviceGuard.h>
@@ -16,7 +16,7 @@ void* native_stream(const c10::Stream& stream) {
 }
 
 uint64_t capture_of(const c10::Stream& stream) {
-  // The default stream is a null handle, which the driver looks up in the current context.
+  // The default stream's handle is null, and the driver resolves it in the current context.
   const CurrentContext context(stream.device_index());
   CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
   uint64_t id = 0;

@@ -1,4 +1,4 @@
-// Setting the clock, and asking it. See the header.
+// Sets and reads the device clock.
 #include "process_group/cuda/device_clock.hpp"
 
 #include <chrono>
@@ -11,7 +11,7 @@ namespace ark {
 
 namespace {
 
-constexpr auto kPatience = std::chrono::milliseconds(50);  // a device that is this busy is asked no more
+constexpr auto kPatience = std::chrono::milliseconds(50);  // a device this busy is not asked again
 
 int64_t now_ns() {
   using namespace std::chrono;
@@ -26,7 +26,7 @@ DeviceClock::DeviceClock(int device) : device_(device) {
   CUstream stream = nullptr;
   check(driver().stream_create_with_priority(&stream, CU_STREAM_NON_BLOCKING, 0), "cuStreamCreateWithPriority");
   CUresult result = driver().event_create(&first_, 0);
-  // Twice: the first is slow.
+  // Two rounds, because the first is slow.
   for (int round = 0; round < 2 && result == CUDA_SUCCESS; ++round) {
     const auto until = std::chrono::steady_clock::now() + kPatience;
     const int64_t before = now_ns();
@@ -46,7 +46,7 @@ DeviceClock::~DeviceClock() {
     const RelaxedCapture relaxed;
     const CurrentContext context(device_);
     driver().event_destroy(first_);
-  } catch (const Error&) {  // at exit the driver may be gone already
+  } catch (const Error&) {  // at exit the driver may be gone
   }
 }
 

@@ -1,9 +1,8 @@
-// When a device passed an event, on this process's steady clock: for the flight record and for whoever asks how long an
-// operation took.
+// Tells when a device passed an event, on this process's steady clock, for the flight record and for durations.
 //
-// Events know only how far apart they are, as a float of milliseconds. The clock therefore keeps one event whose time
-// is known: at first one on a stream of its own, for which the host waits once; later the last one asked about, when
-// the distance grows so long that microseconds would be lost.
+// CUDA only reports the distance of two events, as a float in milliseconds. So the clock keeps one event whose time is
+// known. The first is on the clock's own stream, and the host waits for it once. Later it moves to the last queried
+// event whenever the distance grows so large that microseconds would be lost.
 #pragma once
 
 #include <cstdint>
@@ -22,17 +21,17 @@ class DeviceClock {
   DeviceClock(const DeviceClock&) = delete;
   DeviceClock& operator=(const DeviceClock&) = delete;
 
-  // Nanoseconds of the steady clock; none where the clock could not be set. The event takes times and has passed.
+  // Nanoseconds on the steady clock, or none if the clock could not be set. The event must be timed and passed.
   std::optional<int64_t> time_of(const SharedEvent& event);
 
  private:
-  static constexpr float kFar = 5000;  // milliseconds; a float tells half a microsecond there
+  static constexpr float kFar = 5000;  // in milliseconds; a float resolves half a microsecond there
 
   const int device_;
   std::mutex mutex_;
-  CUevent first_ = nullptr;  // known until `known_` is set
+  CUevent first_ = nullptr;  // the reference until `known_` is set
   SharedEvent known_;
-  std::optional<int64_t> at_;  // of first_ or known_
+  std::optional<int64_t> at_;  // time of first_ or known_
 };
 
 }  // namespace ark

@@ -1,4 +1,4 @@
-// Waiting for the device, by stream and by host. See the header.
+// Makes streams and host threads wait for works on the device.
 #include "process_group/cuda/work_cuda.hpp"
 
 #include <ATen/core/ivalue.h>
@@ -14,7 +14,7 @@ namespace ark {
 
 namespace {
 
-// Beyond the operation's own timeout, by which the device has given up: for what stood before it on the stream.
+// Extra time beyond the operation's timeout, for earlier work on its stream. By then the device has given up.
 constexpr auto kSlack = std::chrono::seconds(5);
 
 }  // namespace
@@ -90,7 +90,7 @@ void CudaWork::wait_streams(const c10::Stream& current) {
       throw Error(ErrorKind::invalid_argument,
                   "wait() under graph capture for an operation that was issued before the capture began",
                   ErrorContext{rank_, -1, name_, sequence_, "Wait for it before capture begins."});
-    }  // a captured operation is ordered by its graph, wherever that is replayed
+    }  // the graph orders a captured operation, wherever it is replayed
   }
 }
 
@@ -111,7 +111,7 @@ void CudaWork::wait_host(std::chrono::milliseconds given) {
                   ErrorContext{rank_, -1, name_, sequence_,
                                "Wait again, wait longer, or see what runs before it on its stream."});
     }
-    // Most waits are short; a long one must not take a core.
+    // Most waits are short, but a long one must not occupy a core.
     if (now - began < std::chrono::microseconds(200)) {
       std::this_thread::yield();
     } else {
@@ -126,8 +126,8 @@ void CudaWork::release(const c10::Stream& current) {
     if (released_) return;
     released_ = true;
   }
-  // The stream that issued now waits for the operation, and memory that is freed goes to its next allocation. Where
-  // another stream waits, the issuer's next allocation could come too early.
+  // The issuing stream now waits for the operation, so its next allocation may reuse the memory. If another stream
+  // waits, the issuer's next allocation could come too early.
   for (const auto& part : parts_) {
     if (part->issuer == current) {
       part->release();
@@ -178,12 +178,12 @@ c10::intrusive_ptr<c10::ivalue::Future> CudaWork::getFuture() {
   if (future_) return future_;
   future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
                                                      std::vector<c10::Device>{cuda_->device});
-  // The future notes where its streams are when it is completed: after the operation, and whatever has been enqueued
-  // behind it since, which for a future that is asked for at once is nothing.
+  // Completing the future records events on the current streams. They cover the operation and anything enqueued since,
+  // which is nothing if the caller asks for the future at once.
   const c10::OptionalDeviceGuard on_device(cuda_->device);
   std::optional<c10::StreamGuard> on_stream;
   if (!parts_.empty()) {
-    // On a line's own stream, where there is one: an issuer's is the caller's, and is to wait for nothing here.
+    // Prefer a line's own stream. An issuer's stream belongs to the caller and should not wait here.
     const auto own = std::find_if(parts_.rbegin(), parts_.rend(), [](auto& part) { return part->on != part->issuer; });
     const c10::Stream stream = *(own != parts_.rend() ? (*own)->on : parts_.back()->on);
     on_stream.emplace(stream);
@@ -253,7 +253,7 @@ c10::intrusive_ptr<c10d::Work> join_cuda(const std::shared_ptr<GroupCore>& core,
     work->wait();
     waited = true;
   }
-  // A carrier's was waited for by the current stream alone; another may wait for the joined work.
+  // Only the current stream waited for the carrier's works, but another stream may wait for the joined work.
   if (waited) {
     const uint64_t sequence = parts.empty() ? 0 : parts.back()->sequence();
     parts.push_back(cuda->mark(c10d::OpType::COALESCED, "coalesced", sequence));

@@ -1,10 +1,10 @@
-// The Work of operations on CUDA tensors: what was enqueued, and how a stream or a host thread waits for it.
+// The Work of operations on CUDA tensors, and how a stream or host thread waits for it.
 //
-// As with ProcessGroupNCCL, wait() makes the current stream wait and returns at once; it blocks the host for a barrier,
-// or when it is given a timeout. A work may stand for several operations (coalesced ones), and may have a part on the
-// host (the barrier's). Tensors of asynchronous operations live until wait(), or until the device is done with them.
-// A failure of the group is raised by wait(), by isCompleted() through exception(), and by every later operation; the
-// future tells only what was known when it was made, since its consumers run on streams too.
+// As with ProcessGroupNCCL, wait() makes the current stream wait and returns at once. It blocks the host for a barrier
+// or with a timeout. A work may cover several coalesced operations and have a part on the host (a barrier's). Tensors
+// of asynchronous operations live until wait() or until the device is done. wait(), isCompleted() (through exception())
+// and later operations report a failed group. The future only reports what was known when it was made, because its
+// consumers run on streams too.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -40,21 +40,21 @@ class CudaWork : public c10d::Work {
   std::chrono::milliseconds getTimeout() const ARK_OVERRIDE_SINCE_2_14;
 
   // Set before the work is handed out.
-  bool blocks_host = false;                  // a barrier
-  c10::intrusive_ptr<c10d::Work> host_part;  // done before this one is
-  std::chrono::milliseconds timeout{-1};     // as asked for; -1: the group's
+  bool blocks_host = false;                  // for a barrier
+  c10::intrusive_ptr<c10d::Work> host_part;  // completes before this work
+  std::chrono::milliseconds timeout{-1};     // as requested; -1: the group's
   int source_rank = -1;
 
  private:
   friend c10::intrusive_ptr<c10d::Work> join_cuda(const std::shared_ptr<GroupCore>&,
                                                   const std::vector<c10::intrusive_ptr<c10d::Work>>&);
-  OperationContext context() const { return {name_, sequence_}; }  // for messages: without a deadline
+  OperationContext context() const { return {name_, sequence_}; }  // for messages, without a deadline
   bool done() const;
-  void check_group();  // throws the group's failure, and notes it
+  void check_group();  // throws the group's failure and records it
   void wait_streams(const c10::Stream& current);
   void wait_host(std::chrono::milliseconds given);
   void release(const c10::Stream& current);
-  // Null, or why the group has failed before this work was done.
+  // Returns why the group failed before this work was done, or null.
   std::exception_ptr failure() const;
 
   const std::shared_ptr<GroupCore> core_;
@@ -63,12 +63,12 @@ class CudaWork : public c10d::Work {
   const uint64_t sequence_;
   const std::vector<at::Tensor> outputs_;
   const Parts parts_;
-  bool released_ = false;  // under mutex_, as are the futures
+  bool released_ = false;  // mutex_ guards this and the futures
   c10::intrusive_ptr<c10::ivalue::Future> future_, future_result_;
 };
 
-// One work for several, at least one of them on a CUDA device; null when none is. Works on the host, and those of other
-// backends, are waited for here.
+// Joins several works, at least one of them on a CUDA device; returns null if none is. Works on the host and of other
+// backends are waited for here.
 c10::intrusive_ptr<c10d::Work> join_cuda(const std::shared_ptr<GroupCore>& core,
                                          const std::vector<c10::intrusive_ptr<c10d::Work>>& works);
 

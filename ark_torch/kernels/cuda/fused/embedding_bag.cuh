@@ -1,50 +1,49 @@
-// Pooled embeddings whose bags are stored where the all-to-all would bring them: on the rank that has the sample.
+// Embedding bags whose results are stored where the all-to-all would deliver them: on the rank that has the sample.
 //
-// A group of kLanes threads has one bag, or 16 * kLanes bytes of its columns: each thread loads one index (its
-// neighbours the next ones), then the group reads row after row, 16 bytes a thread, kAhead rows under way together, and
-// adds them in float32 in the order of the indices, to round once. Short rows thus share a warp, whose bags are of
-// consecutive samples of one rank. All branches are the warp's: where its halves went different ways (one stored here,
-// one on the peer), they never met again, and the kernel took 1.4 times as long.
-//
-// Tables come one after the other, so that what several bags name is read from the second-level cache; neighbouring
-// warps have samples of different ranks, so that the link is busy from beginning to end.
-//
-// Memory order, reuse and liveness: tiles.cuh. Tables, indices and offsets are not written while the kernel runs.
+// A group of kLanes threads has one bag, or 16 * kLanes bytes of its columns. Each thread loads one index; the group
+// then reads row after row, 16 bytes per thread with kAhead rows in flight, and adds them in float32 in index order,
+// rounding once. Short rows share a warp, whose bags are of consecutive samples of one rank.
 #pragma once
 
 #include "cuda/fused/tiles.cuh"
 
 namespace ark::device {
 
-inline constexpr int kMostTables = 64;  // of one launch
+// All branches are uniform within a warp: if its halves diverged (one storing here, one on the peer), they would never
+// reconverge, which is much slower. Tables are processed one after the other, so that rows that several bags name hit
+// the second-level cache. Adjacent warps have samples of different ranks, so that the link is busy throughout.
+//
+// Memory order, reuse and progress: tiles.cuh. Tables, indices and offsets must not be written while the kernel runs.
+
+inline constexpr int kMostTables = 64;  // per launch
 inline constexpr int kBagThreads = 256;
-inline constexpr int kMostAhead = 4;  // rows that a thread has under way
+inline constexpr int kMostAhead = 4;  // rows in flight per thread
 
 struct BagTable {
   const void* rows;     // [count, row_bytes]
   const void* indices;  // [entries]
-  const void* offsets;  // [bags], or one more: where each bag begins
-  const void* weights;  // of each index, in the table's format; null: 1
+  const void* offsets;  // [bags], or one more: the start of each bag
+  const void* weights;  // per index, in the table's format; null: 1
   uint32 entries, count;
-  int number;  // in the user's list
+  int number;  // index in the user's list
 };
 
 struct BagParams {
   TileLinks links;
   uint32 tables;        // of this launch
-  uint32 ranks, batch;  // bags of each table: ranks * batch; those of rank r's samples come r-th
-  uint32 units;         // accesses that make a row
-  uint32 columns;       // groups that share a bag
+  uint32 ranks, batch;  // each table has ranks * batch bags, ordered by the rank of their samples
+  uint32 units;         // accesses per row
+  uint32 columns;       // groups per bag
   uint32 row_bytes;
-  uint64 out_stride;  // bytes from one sample of the result to the next
-  uint64 out_first;   // bytes to the first of these tables in it
+  uint64 out_stride;  // stride of the result's samples, in bytes
+  uint64 out_first;   // offset of the first of these tables in a sample, in bytes
   bool mean, last_offset;
   BagTable table[kMostTables];
 };
 
 #if defined(__CUDACC__)
 
-// What one thread reads of a row at once: 16 bytes, or one element of rows that are no multiple of that.
+// What one thread reads of a row at once: 16 bytes, or one element if rows are not a multiple of that.
 template <class Format, bool kWide>
 struct BagAccess {
   static constexpr int kWords = kWide ? 4 : 1;
@@ -123,7 +122,7 @@ __device__ __forceinline__ void embedding_bag(const BagParams& p) {
   const uint32 chunks = (p.batch + kGroups - 1) / kGroups, each = chunks * p.ranks * p.columns;
   uint32 at = blockIdx.x * kWarps + threadIdx.x / 32, t = 0;
   char* place = nullptr;
-  uint32 placed = ~0u;  // whose `place` is
+  uint32 placed = ~0u;  // the rank that `place` belongs to
   TileReport::Failure refused = TileReport::none;
   long long wrong = 0;
   for (;; at += gridDim.x * kWarps) {

@@ -1,10 +1,9 @@
-// The way back of pooled embeddings: gradients of bags go to the rank that has the table, and are added up row by row.
+// The backward pass of embedding bags: gradients of bags go to the rank that has the table, and are added up per row.
 //
-// send_gradient stores each row of this rank's gradient at its place on the owner of the table, where the bags of all
-// ranks' samples of a table lie one behind the other. Memory order, reuse and liveness: tiles.cuh.
-//
-// name_rows gives each index of all tables its key, which says table and row, and its bag: what the row kernels of
-// embedding_rows.cuh add up, once the keys are sorted.
+// send_gradient stores each row of this rank's gradient at its place on the table's owner, where a table's bags of all
+// ranks' samples are consecutive. Memory order, reuse and progress: tiles.cuh. name_rows gives each index of all tables
+// a key, which encodes table and row, and its bag. Once the keys are sorted, the kernels of embedding_rows.cuh add up
+// the rows.
 #pragma once
 
 #include "cuda/fused/embedding_bag.cuh"
@@ -14,32 +13,32 @@ namespace ark::device {
 struct GradientParams {
   TileLinks links;
   const void* gradient;         // [batch, tables of all ranks, row]
-  uint32 first[kMaxRanks + 1];  // table of each rank
+  uint32 first[kMaxRanks + 1];  // first table of each rank
   uint32 ranks, batch;
-  uint32 units, columns, row_bytes;  // as BagParams
+  uint32 units, columns, row_bytes;  // as in BagParams
 };
 
 struct RowTable {
-  void* rows;           // dense: of the gradient, zero where no bag names a row; in place: the table's
-  float* state;         // rowwise_adagrad: of each row, the sum of mean squares
-  const void* indices;  // as BagTable
+  void* rows;           // dense: of the gradient, with zeros for rows that no bag names; in place: the table's
+  float* state;         // rowwise_adagrad: per row, the sum of mean squares
+  const void* indices;  // as in BagTable
   const void* offsets;
   const void* weights;
-  uint32 first;      // of its indices, among those of all tables of the launch
-  uint32 entries;    // of them
-  uint32 first_row;  // of its rows
-  uint32 count;      // of them
+  uint32 first;      // position of its indices among those of all tables of the launch
+  uint32 entries;    // number of its indices
+  uint32 first_row;  // its first row's number among all tables' rows
+  uint32 count;      // number of its rows
 };
 
 enum class RowUse : uint32 { dense, sparse, sgd, rowwise_adagrad };
 
 struct RowSumParams {
-  int* keys;                // of each index: its row, counted through all tables, or `rows`: in no bag; later sorted
-  int* bags;                // of each index: which bag of its table it is in
-  const long long* places;  // of each sorted key: whose it is
-  const int* slots;         // sparse, of each sorted key: which of the rows that are named
-  void* values;             // sparse: [rows that are named, row]
-  uint32* crowded;          // how many rows have more than a part, and where the keys of each begin
+  int* keys;                // per index: its row, counted over all tables, or `rows` if it is in no bag; later sorted
+  int* bags;                // per index: its bag in the table
+  const long long* places;  // per sorted key: its index
+  const int* slots;         // sparse, per sorted key: its row's position among the named rows
+  void* values;             // sparse: [named rows, row]
+  uint32* crowded;          // the number of rows with more than a part, then the position of each one's first key
   const float* rate;
   float eps;
   RowUse use;
@@ -86,7 +85,7 @@ __device__ __forceinline__ long long end_of_bag(const RowSumParams& p, const Row
   return static_cast<const Index*>(table.offsets)[bag + 1];
 }
 
-// A warp has a bag.
+// One warp per bag.
 template <class Index>
 __device__ __forceinline__ void name_rows(const RowSumParams& p) {
   const uint64 warp = blockIdx.x * uint64{kBagThreads / 32} + threadIdx.x / 32;
@@ -95,7 +94,7 @@ __device__ __forceinline__ void name_rows(const RowSumParams& p) {
   const RowTable& table = p.table[t];
   const uint32 begin = static_cast<uint32>(static_cast<const Index*>(table.offsets)[bag]);
   const uint32 end = static_cast<uint32>(end_of_bag<Index>(p, table, bag));
-  const uint32 last = bag + 1 == p.bags_each ? table.entries : end;  // indices behind the last offset are in no bag
+  const uint32 last = bag + 1 == p.bags_each ? table.entries : end;  // indices after the last offset are in no bag
   for (uint32 i = begin + threadIdx.x % 32; i < last; i += 32) {
     const uint32 key =
         i < end ? table.first_row + static_cast<uint32>(static_cast<const Index*>(table.indices)[i]) : p.rows;

@@ -1,26 +1,25 @@
-// Gradients of the rows of embedding tables: added up, and stored (dense, sparse) or applied to the rows in place (SGD,
+// Gradients of embedding tables' rows: added up, and stored (dense, sparse) or applied to the rows in place (SGD,
 // row-wise Adagrad).
 //
-// The kernels are given the keys of all indices sorted, equal ones in the order of the indices
-// (embedding_gradient.cuh). A row's gradient is the float32 sum of what bags bring it, in parts of kRowPart whose sums
-// are added in order: the same bits whatever the launch, and those of the CPU (csrc/ops/pooling.hpp). sum_rows has a
-// group of kLanes threads for each key; the one at the first of a row goes on, the others leave. A row of more than a
-// part goes to a list, and a block of sum_crowded_rows shares its parts among its groups: of tables with few rows, one
-// row may be in every bag.
-//
-// Rows are written by the one group that has read them. The list's order is the launch's, and no bit depends on it.
+// The kernels receive the sorted keys of all indices, equal ones in index order (embedding_gradient.cuh). A row's
+// gradient is the float32 sum over its bags, in parts of kRowPart whose sums are added in order: the same bits for any
+// launch, and those of the CPU (csrc/ops/pooling.hpp). Only the group that reads a row writes it.
 #pragma once
 
 #include "cuda/fused/embedding_gradient.cuh"
 
 namespace ark::device {
 
+// sum_rows has a group of kLanes threads per key; the one at a row's first key continues, the others leave. A row of
+// more than one part goes to a list, and a block of sum_crowded_rows splits its parts among its groups: in tables with
+// few rows, one row may be in every bag. The order of the list depends on the launch, but no bit depends on it.
+
 inline constexpr uint32 kRowPart = 64;  // indices
 
 #if defined(__CUDACC__)
 
-// Adds to `total` the entries [from, from + count) of the sorted list, in order. All threads of a warp call it; its
-// groups may have different counts, of different tables.
+// Adds the entries [from, from + count) of the sorted list to `total`, in order. All threads of a warp call it; its
+// groups may have different counts and tables.
 template <class Format, class Index, bool kWide, int kLanes, bool kMean>
 __device__ __forceinline__ void sum_part(const RowSumParams& p, const RowTable& table, const char* column, bool active,
                                          uint32 from, uint32 count, float (&total)[BagAccess<Format, kWide>::kValues]) {
@@ -61,7 +60,7 @@ __device__ __forceinline__ void sum_part(const RowSumParams& p, const RowTable& 
   }
 }
 
-// Adds the squares of a strip of a row: blocks of 32 columns by neighbours, then the blocks in order.
+// Adds the squares of a strip of a row: within blocks of 32 columns pairwise, then the blocks in order.
 template <int kValues, int kLanes>
 __device__ __forceinline__ float add_squares(float squares, const float (&gradient)[kValues]) {
   constexpr int kBlock = 32 / kValues;  // lanes
@@ -78,7 +77,7 @@ __device__ __forceinline__ float add_squares(float squares, const float (&gradie
   return squares;
 }
 
-// A table's row is not read past the coherent caches: the kernel writes it.
+// The kernel writes the table's rows, so they are not read through the non-coherent cache.
 template <class Access>
 __device__ __forceinline__ typename Access::Raw load_own(const char* from) {
   typename Access::Raw raw;
@@ -95,9 +94,9 @@ __device__ __forceinline__ typename Access::Raw load_own(const char* from) {
   return raw;
 }
 
-// What becomes of a row, strip by strip. sum(unit, total) gives a strip's gradient; row-wise Adagrad needs all strips
-// before it writes one, and adds up those of long rows twice. All threads of a warp call it; a group that is not `mine`
-// writes nothing.
+// Applies a row's gradient strip by strip. sum(unit, total) computes a strip's gradient. Row-wise Adagrad needs all
+// strips before it writes one, and adds up those of long rows twice. All threads of a warp call it; a group that is not
+// `mine` writes nothing.
 template <class Format, bool kWide, int kLanes, class Sum>
 __device__ __forceinline__ void use_row(const RowSumParams& p, const RowTable& table, uint32 first, uint32 row,
                                         bool mine, const Sum& sum) {
@@ -145,7 +144,7 @@ __device__ __forceinline__ uint32 table_of(const RowSumParams& p, uint32 key) {
   return t;
 }
 
-// Where the bags of table t hold this thread's part of a row's gradient.
+// The address of this thread's part of a row's gradient in the bags of table t.
 template <class Access>
 __device__ __forceinline__ const char* column_of(const RowSumParams& p, uint32 t, uint32 unit) {
   return static_cast<const char*>(p.of_bags) + (uint64{t} * p.bags_each * p.row_bytes + uint64{unit} * Access::kBytes);

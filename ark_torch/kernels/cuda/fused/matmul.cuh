@@ -1,30 +1,11 @@
-// A matrix product whose tiles leave for the rank that adds them as they are finished, or whose rows are multiplied as
-// they come from their ranks: matmul_reduce_scatter, matmul_all_reduce, all_gather_matmul. For Hopper.
+// A matrix product that sends each finished tile to the rank that adds it, or multiplies rows as they arrive from their
+// ranks: matmul_reduce_scatter, matmul_all_reduce, all_gather_matmul. For Hopper.
 //
-// One block an SM. Its first warp has the copy engine bring tiles of a and b through a ring in shared memory; groups of
-// four warps multiply them (wgmma), 64 rows each, add in float32, round once and lay the tile out in shared memory; the
-// second warp has the copy engine take it from there. So nobody that multiplies waits for a store: all blocks end a
-// tile at about the same time, and the link to a peer takes longer for all those than for one. What a block does in
-// which order is fixed by its number, so that bits and waits are the same in every run.
-//
-// Sums. Each tile of the result has an owner. A block computes tiles of the peers' first, and stores them, rounded, in
-// a slot of the owner's scratch memory: in the order in which threads hold them, since the same threads of the owner's
-// block will load them. Tiles of its own come last: there a warp waits for the peers' shares of just its 16 rows, adds
-// all ranks' in float32 in rank order, rounds once, and the result is stored: in this rank's memory (reduce_scatter),
-// or in every rank's (all_reduce). Peers computed those shares first of all, so the wait is short.
-//
-// Gathered rows. Two warps of each block copy this rank's rows to the peers, some rows at a time. Blocks multiply own
-// rows first; before the copy engine reads others, its warp waits for their flags.
-//
-// Memory order. What is laid out is fenced for the copy engine's proxy, then told by a word in shared memory (release
-// and acquire in the block); the engine's stores are awaited by who started them, and the flag is released at system
-// scope behind that. Whoever waits for a flag acquires it. Between that and what the copy engine reads stands a fence
-// of its proxy. Reuse: tiles.cuh; scratch is this launch's from a rank's announcement on, for which whoever stores
-// there waits first.
-//
-// Liveness. Tiles of peers, and copies of rows, wait for announcements alone; what waits for flags comes behind those
-// in every block, and all blocks are resident together (a cooperative launch). Waits for peers are bounded; what fails
-// stores nothing more and raises no flag. Waits within a block are for its own warps, which always go on.
+// One block per SM. The first warp has the copy engine load tiles of a and b through a ring in shared memory. Warp
+// groups multiply them (wgmma), 64 rows each, add in float32, round once, and write the tile to shared memory, from
+// where the copy engine stores it on the second warp's request. So no multiplying warp waits for a store: blocks end
+// tiles at about the same time, and a link takes longer for all of these than for one. The order of a block's work
+// depends only on its number, so bits and waits are the same in every run.
 #pragma once
 
 #include "cuda/bulk_copy.cuh"
@@ -36,9 +17,27 @@
 
 namespace ark::device {
 
+// Sums. Each tile of the result has an owner. A block first computes the peers' tiles and stores them, rounded, in a
+// slot of the owner's scratch memory, in the layout in which threads hold them, since the same threads of the owner's
+// block will load them. Its own tiles come last: a warp waits for the peers' shares of just its 16 rows, adds all
+// ranks' shares in float32 in rank order, rounds once, and stores the result in this rank's memory (reduce_scatter) or
+// in every rank's (all_reduce). Peers compute those shares first, so the wait is short.
+//
+// Gathered rows. Two warps of each block copy this rank's rows to the peers, some rows at a time. Blocks multiply their
+// own rows first; before the copy engine reads others, its warp waits for their flags.
+//
+// Memory order. A tile in shared memory is fenced for the copy engine's proxy, then announced by a word in shared
+// memory (release and acquire within the block). The thread that starts a store waits for it, then releases the flag at
+// system scope. A waiter acquires the flag, and a proxy fence precedes the copy engine's reads. Reuse: tiles.cuh;
+// scratch belongs to this launch from a rank's announcement on, for which any storing warp waits first.
+//
+// No deadlock. Peers' tiles and copies of rows wait for announcements only. In every block, what waits for flags comes
+// after those, and all blocks are resident (a cooperative launch). Waits for peers are bounded; after a failure nothing
+// more is stored and no flag is raised. Waits within a block are for its own warps, which always proceed.
+
 #if defined(__CUDACC__)
 
-// To shared memory, lines exchanged as wgmma wants them; outside of the matrix are zeros.
+// Loads to shared memory, with lines swizzled as wgmma expects; outside the matrix it reads zeros.
 __device__ __forceinline__ void tensor_load(uint32 to, const TensorMap& map, int at, int line, uint64* barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::
@@ -73,10 +72,10 @@ __device__ __forceinline__ void store_line(char* to, const Line16& line) {
                : "memory");
 }
 
-// Words of a block: the ring's barriers, how many tiles each warp has laid out, and how many have left.
+// A block's words: the ring's barriers, the number of tiles that each warp has written, and of those that have left.
 template <int kStages, int kWarps>
 struct MatmulShared {
-  static constexpr uint32 kLeft = ~0u;  // time to leave
+  static constexpr uint32 kLeft = ~0u;  // give up
   uint64 full[kStages], empty[kStages];
   uint32 laid[kWarps], left;
 };
@@ -90,7 +89,7 @@ __device__ __forceinline__ uint32 hear_block(const uint32& word) {
   return value;
 }
 
-// What wgmma calls a format.
+// wgmma's name of the format.
 template <class Format>
 struct MatmulElement;
 template <>
@@ -102,7 +101,7 @@ struct MatmulElement<Float16> {
   using Type = loop::f16;
 };
 
-// `kAcross`: columns of b are adjacent elements, else its depth is.
+// `kAcross`: b is contiguous along columns, else along its depth.
 template <class Format, int kRows, int kColumns, bool kAcross, MatmulMode kMode>
 struct Matmul {
   static constexpr MatmulShape kShape{kRows, kColumns};
@@ -116,7 +115,7 @@ struct Matmul {
   const MatmulParams& p;
   TileExchange& exchange;
   Shared& shared;
-  const uint32 ring;  // address in shared memory; behind it is what warps lay out
+  const uint32 ring;  // address in shared memory; the warps' output buffers follow it
 
   static __device__ __forceinline__ uint32 lane() { return threadIdx.x % 32; }
   __device__ __forceinline__ MatmulTile tile_at(uint32 v) const { return matmul_tile<kRows, kColumns, kMode>(p, v); }
@@ -125,19 +124,19 @@ struct Matmul {
   __device__ __forceinline__ uint32 laid_at(uint32 warp) const {
     return ring + kShape.ring_bytes() + warp * kShape.laid_bytes();
   }
-  // Of a warp's rows of a tile, those that there are.
+  // Whether any of a warp's rows of the tile exist.
   __device__ __forceinline__ bool has_rows(const MatmulTile& tile, uint32 warp) const {
     return tile.row + warp * 16 < p.part_rows;
   }
 
-  // Until each peer has announced itself: from then on this rank may store there. Lane r has the place of rank r.
+  // Waits until each peer has announced itself; from then on this rank may store there. Lane r gets rank r's place.
   __device__ __forceinline__ bool meet(char*& place) {
     const int peer = static_cast<int>(lane());
     if (peer < p.links.ranks) place = exchange.place_of(peer);
     return __all_sync(kAll, peer >= p.links.ranks || place != nullptr) != 0;
   }
 
-  // One warp: everything that the groups multiply, in their order.
+  // The work of one warp: loads what the groups multiply, in their order.
   __device__ __forceinline__ void bring() {
     uint32 stage = 0, parity = 1;
     for (uint32 v = blockIdx.x; v < p.tiles; v += gridDim.x) {
@@ -175,7 +174,7 @@ struct Matmul {
     }
   }
 
-  // One warp: what the groups have laid out leaves for where it belongs, and owners are told.
+  // The work of one warp: stores what the groups have written to shared memory at its destination, and tells owners.
   __device__ __forceinline__ void store() {
     uint32 count = 0;
     char* place = nullptr;
@@ -209,12 +208,12 @@ struct Matmul {
         if (mine) exchange.raise(tile.part, tile.number * kWarps + lane());
       }
     }
-    if (lane() == 0) tell_block(shared.left, Shared::kLeft);  // nobody waits for this warp any more
+    if (lane() == 0) tell_block(shared.left, Shared::kLeft);  // no one waits for this warp any more
     bulk_wait_written<0>();
     __syncwarp();
   }
 
-  // A tile of the result, row by row.
+  // Stores a tile of the result row by row.
   __device__ __forceinline__ void store_rows(const MatmulTile& tile, char* place) const {
     const uint32 first = kMode == MatmulMode::all_gather ? static_cast<uint32>(tile.part) * p.part_rows : 0;
     const uint32 bytes = min(static_cast<uint32>(kColumns), p.columns - tile.column) * 2;
@@ -233,7 +232,7 @@ struct Matmul {
     }
   }
 
-  // Two warps: this rank's rows to all peers.
+  // The work of two warps: this rank's rows to all peers.
   __device__ __forceinline__ void push() {
     constexpr int kAhead = 4;
     const uint32 pieces = (p.part_rows + kPushRows - 1) / kPushRows, lines = p.depth / 8;
@@ -263,27 +262,27 @@ struct Matmul {
     }
   }
 
-  // Where a warp's share of a tile lies in the owner's scratch, as rank `source` stores it.
+  // The address of a warp's share of a tile in the owner's scratch, as rank `source` stores it.
   __device__ __forceinline__ char* slot(int owner, int source, const MatmulTile& tile, uint32 warp) const {
     return p.scratch[owner] + (uint64{static_cast<uint32>(source)} * p.part_tiles + tile.number) * kShape.tile_bytes() +
            warp * (16 * kColumns * 2);
   }
 
-  // Sums 4 * q to 4 * q + 3 of row lane / 4 (h: and 8) as they travel.
+  // Sums 4 * q to 4 * q + 3 of row lane / 4 (h: plus 8) in the format of transfer.
   static __device__ __forceinline__ Line16 line_of(const float (&sums)[kOver][4], int q, int h) {
     Line16 line;
     ARK_UNROLL for (int i = 0; i < 4; ++i) line.words[i] = Format::encode(&sums[4 * q + i][2 * h]);
     return line;
   }
 
-  // A share for the owner.
+  // Writes a share for the owner.
   __device__ __forceinline__ void lay_share(const float (&sums)[kOver][4], uint32 warp) const {
     const uint32 to = laid_at(warp) + lane() * 16;
     ARK_UNROLL for (int q = 0; q < kOver / 4; ++q) ARK_UNROLL for (int h = 0; h < 2; ++h)
         lay_line(to + (2 * q + h) * 512, line_of(sums, q, h));
   }
 
-  // Rows of the result.
+  // Writes rows of the result.
   __device__ __forceinline__ void lay_rows(const float (&sums)[kOver][4], uint32 warp) const {
     const uint32 to = laid_at(warp) + lane() / 4 * kShape.pitch() + lane() % 4 * 4;
     ARK_UNROLL for (int j = 0; j < kOver; ++j) ARK_UNROLL for (int h = 0; h < 2; ++h) asm volatile(
@@ -291,9 +290,9 @@ struct Matmul {
         "r"(Format::encode(&sums[j][2 * h])) : "memory");
   }
 
-  // Adds the peers' shares, in rank order.
+  // Adds the peers' shares in rank order.
   __device__ __forceinline__ void add_peers(float (&sums)[kOver][4], const MatmulTile& tile, uint32 warp) const {
-    constexpr int kLines = kOver == 32 ? 2 : 4;  // under way together; more do not fit beside the sums
+    constexpr int kLines = kOver == 32 ? 2 : 4;  // in flight together; registers hold no more besides the sums
     ARK_UNROLL for (int l = 0; l < kOver / 2; l += kLines) {
       float total[kLines][8];
       ARK_ROLLED for (int r = 0; r < p.links.ranks; ++r) {
@@ -317,7 +316,7 @@ struct Matmul {
     }
   }
 
-  // A group of four warps.
+  // The work of a warp group.
   __device__ __forceinline__ void multiply(uint32 group) {
     using namespace ark::loop;
     const uint32 warp = group * 4 + threadIdx.x / 32 % 4;
@@ -328,7 +327,7 @@ struct Matmul {
     float sums[kOver][4];
     for (uint32 v = blockIdx.x; v < p.tiles; v += gridDim.x) {
       ARK_UNROLL for (int j = 0; j < kOver; ++j) ARK_UNROLL for (int e = 0; e < 4; ++e) sums[j][e] = 0;
-      uint32 before = 0;  // the stage that is multiplied
+      uint32 before = 0;  // the stage being multiplied
       ARK_ROLLED for (uint32 step = 0; step < steps(); ++step) {
         while (!barrier_passed(&shared.full[stage], parity)) {
         }
@@ -377,12 +376,12 @@ __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// `block`: kShape.threads() of one dimension, kShape.shared_bytes() of dynamic shared memory.
+// Launch with kShape.threads() threads in one dimension and kShape.shared_bytes() of dynamic shared memory.
 template <class Format, int kRows, int kColumns, bool kAcross, MatmulMode kMode>
 __device__ __forceinline__ void matmul(const MatmulParams& p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Kernel = Matmul<Format, kRows, kColumns, kAcross, kMode>;
-  constexpr bool kMoves = kRows == 128;  // registers, from the first group to the others
+  constexpr bool kMoves = kRows == 128;  // registers, from the first warp group to the others
   extern __shared__ char memory[];
   __shared__ typename Kernel::Shared shared;
   begin_kernel();

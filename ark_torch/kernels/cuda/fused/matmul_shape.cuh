@@ -1,5 +1,5 @@
-// The shape of products with collectives (matmul.cuh): what host and device say of a launch, how a result is cut into
-// tiles, and in which order a rank computes them.
+// The shape of products with collectives (matmul.cuh): a launch's parameters, how a result is cut into tiles, and the
+// order in which a rank computes them.
 #pragma once
 
 #include "cuda/fused/tiles.cuh"
@@ -8,37 +8,37 @@ namespace ark::device {
 
 enum class MatmulMode : int { all_reduce, reduce_scatter, all_gather };
 
-// What the driver makes of a matrix for the copy engine (CUtensorMap).
+// The driver's description of a matrix for the copy engine (CUtensorMap).
 struct alignas(64) TensorMap {
   uint64 words[16];
 };
 
 struct MatmulParams {
-  TensorMap a, gathered, b;  // gathered: rows of all ranks, as they come
-  TileLinks links;           // of all_reduce's result; else of scratch
+  TensorMap a, gathered, b;  // gathered: rows of all ranks, as they arrive
+  TileLinks links;           // to all_reduce's result, else to scratch
   char* scratch[kMaxRanks];  // of every rank, as mapped here: slots for sums, or gathered rows
   const char* rows;          // all_gather: this rank's a
   char* out;                 // of reduce_scatter and all_gather
-  uint64 row_bytes;          // from one row of a to the next; gathered ones stand side by side
-  uint64 out_bytes;          // from one row of the result to the next
+  uint64 row_bytes;          // stride of a's rows; gathered rows are contiguous
+  uint64 out_bytes;          // stride of the result's rows
   uint32 part_rows;          // rows that a rank owns or sends; all_reduce: all rows
   uint32 columns, depth;
-  uint32 row_tiles, column_tiles;  // of a part
-  uint32 part_tiles;               // at most
-  uint32 tiles;                    // of all parts
+  uint32 row_tiles, column_tiles;  // per part
+  uint32 part_tiles;               // maximum
+  uint32 tiles;                    // in all parts
 };
 
-// Of an instantiation, for host and device.
+// The shape of an instantiation, for host and device.
 struct MatmulShape {
-  int rows, columns;  // of a tile
+  int rows, columns;  // per tile
 
   static constexpr int kDepth = 64;        // of a stage: lines of 128 bytes
   static constexpr int kMost = 224 << 10;  // bytes of shared memory
   ARK_HOST_DEVICE constexpr int groups() const { return rows / 64; }
-  ARK_HOST_DEVICE constexpr int warps() const { return groups() * 4; }  // that multiply
+  ARK_HOST_DEVICE constexpr int warps() const { return groups() * 4; }  // those that multiply
   ARK_HOST_DEVICE constexpr int threads() const { return groups() * 128 + 128; }
   ARK_HOST_DEVICE constexpr int stage_bytes() const { return (rows + columns) * 128; }
-  // What a warp lays out: 16 rows, so far apart that rows in turn are in other banks.
+  // A warp's output buffer: 16 rows, padded so that consecutive rows are in different banks.
   ARK_HOST_DEVICE constexpr int pitch() const { return columns * 2 + 16; }
   ARK_HOST_DEVICE constexpr int laid_bytes() const { return 16 * pitch(); }
   ARK_HOST_DEVICE constexpr int stages() const { return (kMost - 1024 - warps() * laid_bytes()) / stage_bytes(); }
@@ -47,20 +47,20 @@ struct MatmulShape {
   ARK_HOST_DEVICE constexpr uint32 tile_bytes() const { return static_cast<uint32>(rows * columns * 2); }
 };
 
-inline constexpr uint32 kPushRows = 4;  // that a warp sends at a time, and a flag stands for
+inline constexpr uint32 kPushRows = 4;  // rows that a warp sends at a time, each group with one flag
 
 #if defined(__CUDACC__)
 
 struct MatmulTile {
-  int part;            // of which rank
-  uint32 number;       // in the part
-  uint32 row, column;  // where it begins, in the part (all_reduce: in the matrix)
+  int part;            // the rank that it belongs to
+  uint32 number;       // index in the part
+  uint32 row, column;  // its start in the part (all_reduce: in the matrix)
 };
 
-// The v-th tile of this rank's order: sums, peers' parts first; gathered rows, the own part first.
+// The v-th tile in this rank's order: sums start with peers' parts, gathered rows with the own part.
 template <int kRows, int kColumns, MatmulMode kMode>
 __device__ __forceinline__ MatmulTile matmul_tile(const MatmulParams& p, uint32 v) {
-  // Rows of tiles that are computed together: as many rows of a as columns of b, of all that run at once, are in the
+  // Rows of tiles that are computed together: concurrent tiles then use as many rows of a as columns of b, for the
   // second-level cache.
   constexpr uint32 kBand = 2048 / kRows;
   const uint32 ranks = static_cast<uint32>(p.links.ranks);

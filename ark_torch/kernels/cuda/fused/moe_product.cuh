@@ -1,32 +1,32 @@
-// The products of a rank's experts: rows that are sorted by expert, each with its expert's matrix; how many rows an
-// expert has is read on the device. For Hopper.
+// The products of a rank's experts: rows sorted by expert times that expert's matrix. The number of rows per expert is
+// read on the device. For Hopper.
 //
-// A block walks through the tiles of all experts that have rows, those that share a part of a matrix side by side, so
-// that a matrix comes from memory once. As in matmul.cuh, one warp has the copy engine bring tiles through a ring in
-// shared memory, and groups of four warps multiply them (wgmma) and add in float32. Of rows it brings those that there
-// are, 16 at a time: few rows are the rule, and then the matrices' bytes are all the time there is. What lies in shared
-// memory behind them makes sums of rows that nobody stores.
-//
-// Of gated experts a tile has columns of the gate and the same of the factor, in the same threads: they finish both and
-// store the product. Every step is rounded to the format, as PyTorch's operators one after the other do.
-//
-// An element's sum is added in the order of the depth, whatever the tile: bits do not depend on counts or shapes.
-// Liveness: blocks wait for their own warps and the copy engine alone.
+// A block walks through the tiles of all experts that have rows. Tiles that share a part of a matrix are adjacent, so
+// that a matrix is read from memory once. As in matmul.cuh, one warp has the copy engine load tiles through a ring in
+// shared memory, and warp groups multiply them (wgmma) and add in float32.
 #pragma once
 
 #include "cuda/fused/matmul.cuh"
 
 namespace ark::device {
 
+// Only existing rows are loaded, 16 at a time: experts usually have few rows, and then reading the matrices takes all
+// the time. Whatever follows them in shared memory makes sums that are never stored. With gated experts a tile has some
+// columns of the gate and the same ones of the factor, in the same threads, which finish both and store their product.
+// Every step is rounded to the format, like PyTorch's sequence of operators.
+//
+// An element's sum is in depth order for any tile: bits do not depend on counts or shapes. No deadlock: blocks wait
+// only for their own warps and the copy engine.
+
 enum class MoeActivation : int { none, silu, gelu, gelu_tanh, relu };
 
 struct MoeProductParams {
-  TensorMap a, b;           // rows, in boxes of 16; [experts * lines, depth], in boxes of what a tile has of each half
-  const long long* counts;  // of each expert: its rows
+  TensorMap a, b;           // rows, in boxes of 16; [experts * lines, depth], in boxes of a tile's columns of each half
+  const long long* counts;  // rows per expert
   char* out;
-  uint64 out_bytes;  // from one row to the next
+  uint64 out_bytes;  // stride of rows
   uint32 experts;
-  uint32 lines;           // of b, of an expert
+  uint32 lines;           // of b, per expert
   uint32 columns, depth;  // of out; of a and b
   uint32 column_tiles;
 };
@@ -34,10 +34,10 @@ struct MoeProductParams {
 #if defined(__CUDACC__)
 
 struct MoeTile {
-  uint32 expert, row, rows, column;  // rows that there are, from `row` on
+  uint32 expert, row, rows, column;  // number of existing rows, from `row` on
 };
 
-// Finds tiles by their number, which grows. A whole warp calls it.
+// Finds tiles by number, in increasing order. A whole warp calls it.
 template <int kRows, int kOut>
 class MoeTiles {
  public:
@@ -61,9 +61,9 @@ class MoeTiles {
 
  private:
   const MoeProductParams& p_;
-  uint32 next_ = 0, begin_ = 0, end_ = 0;  // expert that comes next; tiles of the one before
+  uint32 next_ = 0, begin_ = 0, end_ = 0;  // the next expert; tiles of the one before
   uint32 first_ = 0, count_ = 0, height_ = 0;
-  uint32 ahead_ = 0;  // a lane's count
+  uint32 ahead_ = 0;  // per lane
 };
 
 template <MoeActivation kActivation>
@@ -97,7 +97,7 @@ struct MoeProduct {
     return ring + kShape.ring_bytes() + warp * kShape.laid_bytes();
   }
 
-  // One warp: all that the groups multiply, in their order.
+  // The work of one warp: loads what the groups multiply, in their order.
   __device__ __forceinline__ void bring() {
     MoeTiles<kRows, kOut> tiles(p);
     MoeTile tile;
@@ -139,7 +139,7 @@ struct MoeProduct {
     return Format::encode(x);
   }
 
-  // A warp's 16 rows leave.
+  // Stores a warp's 16 rows.
   __device__ __forceinline__ void store(const float (&sums)[kOver][4], const MoeTile& tile, uint32 warp) const {
     bulk_wait_read<0>();
     __syncwarp();
@@ -158,7 +158,7 @@ struct MoeProduct {
     bulk_commit();
   }
 
-  // A group of four warps.
+  // The work of a warp group.
   __device__ __forceinline__ void multiply_tiles(uint32 group) {
     using namespace ark::loop;
     const uint32 warp = group * 4 + threadIdx.x / 32 % 4;
@@ -170,7 +170,7 @@ struct MoeProduct {
     float sums[kOver][4];
     for (uint32 v = blockIdx.x; tiles.find(v, tile); v += gridDim.x) {
       ARK_UNROLL for (int j = 0; j < kOver; ++j) ARK_UNROLL for (int e = 0; e < 4; ++e) sums[j][e] = 0;
-      uint32 before = 0;  // the stage that is multiplied
+      uint32 before = 0;  // the stage being multiplied
       ARK_ROLLED for (uint32 step = 0; step < steps(); ++step) {
         while (!barrier_passed(&shared.full[stage], parity)) {
         }
@@ -192,12 +192,12 @@ struct MoeProduct {
   }
 };
 
-// `block`: kShape.threads() of one dimension, kShape.shared_bytes() of dynamic shared memory.
+// Launch with kShape.threads() threads in one dimension and kShape.shared_bytes() of dynamic shared memory.
 template <class Format, int kRows, int kColumns, bool kGated, MoeActivation kActivation>
 __device__ __forceinline__ void moe_product(const MoeProductParams& p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Kernel = MoeProduct<Format, kRows, kColumns, kGated, kActivation>;
-  constexpr bool kMoves = kRows == 128;  // registers, from the first group to the others
+  constexpr bool kMoves = kRows == 128;  // registers, from the first warp group to the others
   extern __shared__ char memory[];
   __shared__ typename Kernel::Shared shared;
   if (threadIdx.x < Kernel::kStages) {

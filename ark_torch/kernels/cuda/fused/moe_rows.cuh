@@ -1,50 +1,51 @@
-// The rows of a mixture of experts: to the blocks of their experts, wherever those are, and back.
+// Moves the rows of a mixture of experts to their experts' blocks, on whichever rank, and back. moe_scatter stores rows
+// whose places are known. moe_settle gives the user the rows that arrived in the staging place, followed by zeros.
+// Places are described in csrc/ops/moe_routing.hpp.
 //
-// moe_dispatch. Every block counts all choices of this rank (a few thousand numbers, read from the second-level cache),
-// and how many of each expert come before its own share of them; the first block sends the counts to all peers, and
-// every block awaits theirs. So each knows the place of each of its choices, without a word to another block, and
-// stores the token's row there. Rows of an expert are sorted by rank, token and choice, in every run.
-//
-// moe_scatter stores rows whose places are known. moe_gather brings rows back: the expert's rank stores each in its
-// slot on the token's rank; when all have, a token's rows are added in the order of its choices in float32, and rounded
-// once. Those of the rank's own experts are read where they lie. moe_settle gives the user what came to the staging
-// place, and zeros behind it.
-//
-// Places: csrc/ops/moe_routing.hpp. Memory order, reuse and liveness: tiles.cuh; blocks of moe_gather wait for peers in
-// the middle, and are resident together. What the kernel reads of the user's is not written while it runs.
+// Memory order, reuse and progress: tiles.cuh. Blocks of moe_gather wait for peers in the middle of the kernel, so they
+// are resident together. Input that the kernel reads must not be written while it runs.
 #pragma once
 
 #include "cuda/fused/embedding_bag.cuh"
 
 namespace ark::device {
 
+// moe_dispatch: every block counts all choices of this rank (a few thousand numbers, read from the second-level cache),
+// and how many of each expert precede its own share of them. The first block sends the counts to all peers, and every
+// block waits for theirs. So each block knows the places of its choices without communicating with other blocks, and
+// stores the tokens' rows there. An expert's rows are sorted by rank, token and choice in every run.
+//
+// moe_gather brings rows back: the expert's rank stores each row in its slot on the token's rank. When all ranks have
+// done so, a token's rows are added in the order of its choices in float32, and rounded once. Rows of the rank's own
+// experts are read in place.
+
 inline constexpr int kMoeThreads = 256;
 inline constexpr uint32 kMostExperts = kMostCounts;
-inline constexpr uint32 kMoeAhead = 4;  // accesses of a thread that are under way together
+inline constexpr uint32 kMoeAhead = 4;  // accesses of a thread in flight together
 
 struct MoeParams {
   TileLinks links;            // place: scatter and dispatch: the block of rows; gather: slots
-  const void* from;           // rows that are sent; gather: the experts'
+  const void* from;           // rows to send; gather: the experts'
   const void* ids;            // dispatch: [choices]
-  const float* weights;       // scatter, gather: of each choice; null: 1
-  int* places;                // [2, choices]: row, slot; dispatch: written
-  int* rank_counts;           // [ranks, experts]; the same
+  const float* weights;       // scatter, gather: per choice; null: 1
+  int* places;                // [2, choices]: row, slot; written by dispatch
+  int* rank_counts;           // [ranks, experts]; also written by dispatch
   long long* counts;          // dispatch: [experts of a rank], written
   void* out;                  // gather: the result
   const char* slots;          // gather: this rank's
-  uint32 tokens, k, choices;  // of this rank; of a token; of all tokens
+  uint32 tokens, k, choices;  // of this rank; per token; of all tokens
   uint32 experts, local;      // of all ranks, of one
   uint32 max_rows;
-  uint32 units, row_bytes;  // accesses that make a row
-  bool each;                // scatter: a row for each choice; gather: not summed
+  uint32 units, row_bytes;  // accesses per row
+  bool each;                // scatter: one row per choice; gather: no sum
 };
 
 struct SettleParams {
-  const void* from;  // null: rows are there
+  const void* from;  // null: rows are in place already
   void* out;
   const int* rank_counts;
   uint32 ranks, rank, experts, local;
-  uint64 row_units, max_units;  // accesses that make a row; that make them all
+  uint64 row_units, max_units;  // accesses per row; for all rows
 };
 
 #if defined(__CUDACC__)
@@ -54,7 +55,7 @@ struct MoeAccess : BagAccess<Format, kWide> {
   using Base = BagAccess<Format, kWide>;
   using typename Base::Raw;
 
-  // Of what another GPU has stored while this kernel ran.
+  // For data that another GPU stored while this kernel ran.
   static __device__ __forceinline__ Raw load_stored(const char* from) {
     Raw raw;
     if constexpr (kWide) {
@@ -73,7 +74,7 @@ struct MoeAccess : BagAccess<Format, kWide> {
   }
 };
 
-// A row in pieces.
+// The number of pieces of a row.
 __device__ __forceinline__ uint32 pieces_of(uint32 units) {
   return (units + 32 * kMoeAhead - 1) / (32 * kMoeAhead);
 }
@@ -104,8 +105,8 @@ __device__ __forceinline__ void move_piece_weighted(char* to, const char* from, 
   }
 }
 
-// One warp: sums of what comes before, of `count` numbers that at(i) gives; set(i, sum) is told them. Returns the sum
-// of all.
+// Called by one warp: prefix sums of `count` numbers that at(i) returns; set(i, sum) receives the sum before i. Returns
+// the total.
 template <class At, class Set>
 __device__ __forceinline__ uint32 scan(uint32 count, At&& at, Set&& set) {
   const uint32 lane = threadIdx.x % 32;
@@ -123,7 +124,7 @@ __device__ __forceinline__ uint32 scan(uint32 count, At&& at, Set&& set) {
   return carry;
 }
 
-// Where each peer wants its tiles; false, for the whole block: time to leave.
+// Finds where each peer wants its tiles. Returns false for the whole block to give up.
 __device__ __forceinline__ bool find_places(TileExchange& exchange, char* (&places)[kMaxRanks], int ranks) {
   bool well = true;
   if (static_cast<int>(threadIdx.x) < ranks) {
@@ -139,10 +140,10 @@ __device__ __forceinline__ void moe_dispatch(const MoeParams& p) {
   constexpr uint32 kWarps = kMoeThreads / 32, kRound = kMoeThreads;
   begin_kernel();
   TileExchange exchange(p.links);
-  __shared__ uint32 mine[kMostExperts], before[kMostExperts];  // choices for an expert: all, before this block's
-  __shared__ uint32 rows[kMostExperts + 1];  // of an expert, from all ranks; then where its rows begin
-  __shared__ uint32 lower[kMostExperts];     // of it, from ranks before this one
-  __shared__ uint32 slots[kMostExperts];     // where this rank's choices for it begin
+  __shared__ uint32 mine[kMostExperts], before[kMostExperts];  // choices per expert: all, and those before this block's
+  __shared__ uint32 rows[kMostExperts + 1];                    // per expert, from all ranks; then the start of its rows
+  __shared__ uint32 lower[kMostExperts];                       // of these, from ranks before this one
+  __shared__ uint32 slots[kMostExperts];                       // the start of this rank's choices for the expert
   __shared__ uint32 to_row[kRound], to_rank[kRound];
   __shared__ char* places[kMaxRanks];
   const uint32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
@@ -209,7 +210,7 @@ __device__ __forceinline__ void moe_dispatch(const MoeParams& p) {
       asm volatile("trap;");
     }
   }
-  __syncthreads();  // nobody stores a row before that
+  __syncthreads();  // no row may be stored before this
 
   const uint32 pieces = pieces_of(p.units);
   for (uint32 round = begin; round < end; round += kRound) {
@@ -283,9 +284,9 @@ __device__ __forceinline__ void moe_gather(const MoeParams& p) {
   constexpr int kValues = Access::kValues;
   begin_kernel();
   TileExchange exchange(p.links);
-  __shared__ uint32 first_row[kMostExperts + 1];  // of an expert and a rank, in this order
+  __shared__ uint32 first_row[kMostExperts + 1];  // per expert and rank, in this order
   __shared__ uint32 first_slot[kMostExperts];     // of the same, on that rank
-  __shared__ uint32 own_slots[2];                 // from, to: of this rank's choices for its own experts
+  __shared__ uint32 own_slots[2];                 // start and end of this rank's choices for its own experts
   __shared__ char* places[kMaxRanks];
   const uint32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32 ranks = static_cast<uint32>(p.links.ranks), me = static_cast<uint32>(p.links.rank);
@@ -317,7 +318,7 @@ __device__ __forceinline__ void moe_gather(const MoeParams& p) {
     const uint64 items = uint64{min(first_row[p.experts], p.max_rows)} * pieces;
     for (uint64 item = from_warp; item < items; item += warps) {
       const uint32 row = static_cast<uint32>(item / pieces), piece = static_cast<uint32>(item - uint64{row} * pieces);
-      uint32 low = 0, high = p.experts;  // the last that begins at or before the row
+      uint32 low = 0, high = p.experts;  // binary search for the last that starts at or before the row
       while (high - low > 1) {
         const uint32 middle = (low + high) / 2;
         if (first_row[middle] <= row)

@@ -1,8 +1,8 @@
-// Attention of the query heads that share one key/value head: softmax(scale q k' + mask) v, by all threads of a block.
+// Attention of the query heads that share one KV head: softmax(scale q k' + mask) v, by all threads of a block.
 //
-// As cpu/attention.hpp: softmax runs along (Milakov and Gimelshein, 2018), a block of positions that the mask rules
-// out for all rows is not read, a row without any allowed position gives zeros. Which way is taken, and in which order
-// is summed, depends on shapes, types and the operands' alignment alone.
+// As in cpu/attention.hpp, the softmax is online (Milakov and Gimelshein, 2018), a block of positions that the mask
+// excludes for all rows is not read, and a row without any allowed position gives zeros. The kernel, and the order of
+// its sums, depend only on shapes, types and the operands' alignment.
 #pragma once
 
 #include "cuda/loop/attention_combine.cuh"
@@ -14,9 +14,9 @@
 
 namespace ark::loop {
 
-inline constexpr int kFewQueries = 16;  // up to here warps share out positions, not rows
+inline constexpr int kFewQueries = 16;  // up to this many, warps split positions instead of rows
 
-// Columns: of queries and keys; ValueColumns: of values and of the result. `states`: where `s.part` says so.
+// Columns: of queries and keys; ValueColumns: of values and the result. `states`: written if `s.part`.
 template <int Columns, int ValueColumns, Attention kShape, class QAt, class KAt, class VAt, class M, class OutAt,
           class StatesAt = float*>
 ARK_LOOP void attend(const Context&, QAt q, KAt k, VAt v, const M* mask, OutAt out, StatesAt states = nullptr) {
@@ -39,8 +39,8 @@ ARK_LOOP void attend(const Context&, QAt q, KAt k, VAt v, const M* mask, OutAt o
   }
 }
 
-// The same of a cache that a position is added to first. `make` computes q, its key and its value by all threads, and
-// returns which position of k and v it is; any other number: none of these.
+// The same, after a position is appended to the cache. All threads call `make`, which computes q and the position's key
+// and value, and returns its index in k and v, or any other number if k and v do not contain it.
 template <int Columns, int ValueColumns, Attention kShape, class QAt, class KAt, class VAt, class M, class OutAt,
           class StatesAt, class K, class V, class Make>
 ARK_LOOP void attend(const Context& context, QAt q, KAt k, VAt v, const M* mask, OutAt out, StatesAt states,

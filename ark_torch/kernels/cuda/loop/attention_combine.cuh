@@ -1,5 +1,5 @@
-// Attention from what its parts left: of each row the sums, the greatest score and the total of every block of
-// positions (compiler/passes/split_kv.hpp), combined in the order of blocks.
+// Combines the parts of a split attention: each row's sums, maximum score and total of every block of positions
+// (compiler/passes/split_kv.hpp), in the order of blocks.
 #pragma once
 
 #include "cuda/loop/attention_rows.cuh"
@@ -7,14 +7,14 @@
 
 namespace ark::loop {
 
-// Strides in elements. Rows of `sums` and `states` lie one after the other, those of a head together.
+// Strides in elements. Rows of `sums` and `states` are contiguous and grouped by head.
 struct AttentionParts {
   int64_t queries;
   int64_t sums, states;  // from part to part
   int64_t out_head, out_row, out_column;
 };
 
-// Heads [begin, end). Half a warp has a row, and asks for a run of its columns before it knows what parts count.
+// Heads [begin, end). Half a warp takes a row, and loads its run of columns before it knows the parts' weights.
 template <int kParts, int kColumns, AttentionParts s, class Out>
 ARK_LOOP void combine_parts(const float* sums, const float* states, Out* out, int64_t begin, int64_t end) {
   constexpr int kLanes = PartWeights::kLanes, kGroups = kThreads / kLanes;

@@ -1,20 +1,19 @@
-// Attention of a few query rows over many positions, on tensor cores: decoding.
+// Attention of a few query rows over many positions on tensor cores, as in decoding.
 //
-// Eight rows at a time. Warps take blocks of positions in turn, or, of more than 64 value columns, so do groups of
-// warps that have 64 columns each; every warp keeps the running softmax of all rows over its own blocks, and at the
-// end they are combined in the order of warps. Keys and values go from memory to registers 16 bytes at a time and are
-// used as they land: which column is which of a product's depth, and which value column which of its rows, is free to
-// choose. Products are transposed (keys times queries), so that eight rows fill a tile.
-//
-// Where every warp has one block at most, as of a part of the positions (compiler/passes/split_kv.hpp), all loads are
-// under way at once, the mask's among them. What it hides is read in vain then, but nothing waits for two loads in a
-// row. The text is run once or twice, out of a cold instruction cache: it is kept short, and its loops are not
-// unrolled.
+// Eight rows at a time. Warps take turns at blocks of positions (with more than 64 value columns, groups of warps do,
+// with 64 columns per warp). Every warp keeps an online softmax of all rows over its blocks; finally they are combined
+// in warp order. Keys and values go from memory to registers 16 bytes at a time and are used as they arrive, since the
+// assignment of columns to a product's depth is free. Products are transposed (keys times queries), so that eight rows
+// fill a tile.
 #pragma once
 
 #include "cuda/loop/attention_rows.cuh"
 
 namespace ark::loop {
+
+// If every warp has at most one block, as in a split attention (compiler/passes/split_kv.hpp), all loads are in flight
+// at once, including the mask's. Masked positions are then loaded in vain, but no load waits for another one. The code
+// runs once or twice, from a cold instruction cache, so it is kept short and its loops are not unrolled.
 
 inline constexpr int kDecodeRows = 8;
 
@@ -23,21 +22,22 @@ struct Decode {
   static constexpr int kSteps = (Columns + 31) / 32;  // of 32 columns
   static constexpr int kParts = ValueColumns <= 64 ? 1 : ValueColumns <= 128 ? 2 : 4;
   static constexpr int kGroups = kWarps / kParts;
-  // Of 16 positions, whose loads are under way together: what registers allow.
+  // Units of 16 positions whose loads are in flight together: as many as registers allow.
   static constexpr int kUnits = Columns <= 64 && !kIsFloat<M> && s.keys > kGroups * 16 ? 2 : 1;
   static constexpr int kBlock = 16 * kUnits;
   static constexpr bool kOnce = s.keys <= kGroups * kBlock;
-  static constexpr bool kWhole = s.keys % kBlock == 0 && !s.causal;  // no block ends behind the last position
-  // What the mask adds is the same for all rows.
+  static constexpr bool kWhole = s.keys % kBlock == 0 && !s.causal;  // every block is full
+  // The mask adds the same to all rows.
   static constexpr bool kOneBias = s.mask_head == 0 && (s.mask_row == 0 || s.queries == 1) && !s.causal;
-  // Of shared memory, in floats: sums of a warp (16 registers, a bank apart), and of each row greatest and total.
+  // Shared memory in floats: a warp's sums (16 registers, padded to avoid bank conflicts), each row's maximum and
+  // total.
   static constexpr int kSums = 16 * 33;
   static constexpr int kStates = kWarps * kSums;
   static_assert((kStates + kWarps * kDecodeRows * 2) * 4 <= kWorkspaceBytes);
 };
 
-// Whether every warp has one block, and goes through its rows once: all that memory has is asked for before the
-// position that is added.
+// Whether every warp has a single block and goes through its rows once. All loads from memory are then issued before
+// the new position is computed.
 template <int Columns, int ValueColumns, Attention s, class Q, class K, class V, class M>
 ARK_LOOP constexpr bool adds_at_once() {
   if constexpr (kSame<Q, K> && kSame<K, V> && sizeof(Q) == 2 && Columns <= 128 && ValueColumns <= 128 &&
@@ -49,8 +49,8 @@ ARK_LOOP constexpr bool adds_at_once() {
   }
 }
 
-// What one warp does. Lane 4 i + j: positions i and i + 8 of a unit, rows 2 j and 2 j + 1.
-// Returns where a position was added.
+// The work of one warp. Lane 4 i + j has positions i and i + 8 of a unit, and rows 2 j and 2 j + 1. Returns the
+// position that was appended.
 template <int Columns, int ValueColumns, Attention kShape, class T, class QAt, class KAt, class VAt, class M,
           class Added>
 ARK_LOOP int64_t decode_rows(QAt q, KAt k, VAt v, const M* mask, int first, float* shared, const Added& added) {
@@ -63,7 +63,7 @@ ARK_LOOP int64_t decode_rows(QAt q, KAt k, VAt v, const M* mask, int first, floa
     j = self & 3;
     part = self / 32 / Shape::kGroups;
   };
-  const int self = thread_anew();  // here as below, such that nothing of it is kept from head to head
+  const int self = thread_anew();  // re-read here and below: no register keeps anything of it across heads
   place(self);
   const int group = self / 32 % Shape::kGroups;
   constexpr int kRows = static_cast<int>(s.heads * s.queries);
@@ -79,13 +79,13 @@ ARK_LOOP int64_t decode_rows(QAt q, KAt k, VAt v, const M* mask, int first, floa
   };
   if constexpr (!Added::kAny) load_query();
   int64_t added_at = -1;
-  // Of long heads a position's programs leave no registers for values that are under way.
+  // For long heads the programs that make the new position leave no registers for values in flight.
   constexpr bool kValuesLast = Added::kAny && Columns > 64;
   static_assert(!kValuesLast || (Shape::kOnce && Shape::kWhole));
   const AttentionRow rows[2] = {row_at(first + 2 * j), row_at(first + 2 * j + 1)};
 
   float greatest[2] = {-kInfinity, -kInfinity}, total[2] = {};
-  float sums[4][4] = {};  // tile n: value columns 8 i + 2 n (numbers 0, 1: of both rows) and 8 i + 2 n + 1
+  float sums[4][4] = {};  // tile n: value columns 8 i + 2 n (elements 0 and 1: of both rows) and 8 i + 2 n + 1
 #pragma unroll 1
   for (int key = group * Shape::kBlock; key < limit; key += Shape::kGroups * Shape::kBlock) {
     float bias[Shape::kUnits][2][kBiases];  // position i or i + 8; row
@@ -96,8 +96,8 @@ ARK_LOOP int64_t decode_rows(QAt q, KAt k, VAt v, const M* mask, int first, floa
     }
 
     Chunk keys[Shape::kUnits][2][Shape::kSteps] = {};
-    Chunk values[Shape::kUnits][2][2] = {};   // positions 2 j and 2 j + 1, the same 8 on
-    using Wanted = uint32[Shape::kUnits][2];  // four bits a position
+    Chunk values[Shape::kUnits][2][2] = {};   // positions 2 j and 2 j + 1, and the same 8 on
+    using Wanted = uint32[Shape::kUnits][2];  // four bits per position
     const auto load_keys = [&](const Wanted& wanted) {
       const T* const keys_at = now(k);
       ARK_UNROLL for (int u = 0; u < Shape::kUnits; ++u) ARK_UNROLL for (int h = 0; h < 2; ++h) {
@@ -125,9 +125,9 @@ ARK_LOOP int64_t decode_rows(QAt q, KAt k, VAt v, const M* mask, int first, floa
       load_keys(there);
       if constexpr (!kValuesLast) load_values(there);
     }
-    if constexpr (Added::kAny) {  // of one block a warp, for all of them
+    if constexpr (Added::kAny) {  // every warp has exactly one block, so all threads call begin()
       added_at = added.begin();
-      place(thread_anew());  // in no register meanwhile
+      place(thread_anew());  // not kept in a register across the call
       load_query();
       if constexpr (kValuesLast) {
         Wanted all;
@@ -143,7 +143,7 @@ ARK_LOOP int64_t decode_rows(QAt q, KAt k, VAt v, const M* mask, int first, floa
             load_part<ValueColumns>(added.new_v, 1, part * 64 + i * 8, true);
       }
     }
-    Wanted looks;  // who looks where
+    Wanted looks;  // which lanes attend to which positions
     uint32 any = 0;
     ARK_UNROLL for (int u = 0; u < Shape::kUnits; ++u) ARK_UNROLL for (int h = 0; h < 2; ++h) {
       bool seen = bias[u][h][0] != -kInfinity;
@@ -151,7 +151,7 @@ ARK_LOOP int64_t decode_rows(QAt q, KAt k, VAt v, const M* mask, int first, floa
       any |= looks[u][h] = ballot(seen);
     }
     if constexpr (Shape::kOnce) {
-      // What nobody looks at may be anything, NaN as well.
+      // Values that no row attends to are arbitrary and may be NaN: zero them.
       ARK_UNROLL for (int u = 0; u < Shape::kUnits; ++u) ARK_UNROLL for (int h = 0; h < 2; ++h)
           ARK_UNROLL for (int e = 0; e < 2; ++e) if ((looks[u][h] >> (8 * j + 4 * e) & 15) == 0) values[u][h][e] =
               Chunk{};

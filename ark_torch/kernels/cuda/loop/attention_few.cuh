@@ -1,8 +1,8 @@
-// Attention of a few query rows without tensor cores: decoding in float32, long heads, any strides.
+// Attention of a few query rows without tensor cores, as in decoding: float32, long heads, any strides.
 //
-// Warps take blocks of positions in turn; the lanes of a warp run along columns, 16 bytes each, with several positions
-// side by side where a row needs few lanes and several under way. Every warp keeps the running softmax of the rows over
-// its own blocks; they are combined in the order of warps.
+// Warps take turns at blocks of positions. A warp's lanes are along columns, 16 bytes each; if a row needs few lanes, a
+// warp loads several positions side by side, and several more are in flight. Every warp keeps an online softmax of the
+// rows over its blocks; they are combined in warp order.
 #pragma once
 
 #include "cuda/loop/attention_rows.cuh"
@@ -15,21 +15,21 @@ struct FewRows {
   static ARK_LOOP constexpr int in_wholes(int count, int whole) { return (count + whole - 1) / whole; }
   static constexpr int kKeyLanes = lanes_for(in_wholes(Columns, kPerChunk<K>));
   static constexpr int kValueLanes = lanes_for(in_wholes(ValueColumns, kPerChunk<V>));
-  static constexpr int kLanes = kKeyLanes > kValueLanes ? kKeyLanes : kValueLanes;  // of a position
+  static constexpr int kLanes = kKeyLanes > kValueLanes ? kKeyLanes : kValueLanes;  // per position
   static constexpr int kBeside = 32 / kLanes;                                       // positions side by side
-  static constexpr int kParts = in_wholes(Columns, kLanes* kPerChunk<K>);           // 16 bytes of a lane
+  static constexpr int kParts = in_wholes(Columns, kLanes* kPerChunk<K>);           // 16-byte chunks per lane
   static constexpr int kValueParts = in_wholes(ValueColumns, kLanes* kPerChunk<V>);
   static constexpr int kNumbers = kParts * kPerChunk<K>, kValueNumbers = kValueParts * kPerChunk<V>;
   static constexpr bool kShort = kNumbers <= 4 && kValueNumbers <= 4;
-  static constexpr int kRows = kShort ? 4 : 2;                   // together
-  static constexpr int kStates = kWarps * kRows * ValueColumns;  // behind the sums, in floats
+  static constexpr int kRows = kShort ? 4 : 2;                   // processed together
+  static constexpr int kStates = kWarps * kRows * ValueColumns;  // after the sums, in floats
   static_assert((kStates + kWarps * kRows * 2) * 4 <= kWorkspaceBytes);
 };
 
 template <class Shape, int kRows, int Columns, int ValueColumns, Cache kCache, class Q, class K, class V, class M>
 ARK_LOOP void share_positions(const Attention& s, const Q* q, const K* k, const V* v, const M* mask, int first,
                               float* shared) {
-  constexpr int kDeep = Shape::kShort && kRows == 1 ? 4 : 2;  // positions of a lane under way
+  constexpr int kDeep = Shape::kShort && kRows == 1 ? 4 : 2;  // positions in flight per lane
   constexpr int kBlock = kDeep * Shape::kBeside;
   const int position = lane() / Shape::kLanes, i = lane() % Shape::kLanes;
   const int all_rows = static_cast<int>(s.heads * s.queries);
@@ -47,7 +47,7 @@ ARK_LOOP void share_positions(const Attention& s, const Q* q, const K* k, const 
   ARK_UNROLL for (int r = 0; r < kRows; ++r) greatest[r] = -kInfinity;
 
   for (int key = warp() * kBlock; key < limit; key += kWarps * kBlock) {
-    float scores[kDeep][kRows];  // first what the mask adds
+    float scores[kDeep][kRows];  // initially what the mask adds
     bool looks[kDeep], any = false;
     ARK_UNROLL for (int n = 0; n < kDeep; ++n) {
       const int at = key + n * Shape::kBeside + position;

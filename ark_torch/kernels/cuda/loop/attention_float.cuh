@@ -1,8 +1,8 @@
 // Attention of many query rows without tensor cores: float32, heads of more than 128 numbers, mixed types.
 //
-// 64 rows at a time (32 of long heads), of which each half of a warp has two (one): its lanes have every 16th position
-// of a block for scores and four neighbouring value columns for sums. Queries and blocks of keys and values lie in
-// shared memory as float32, weights too, on their way from scores to sums.
+// 64 rows at a time (32 for long heads); each half warp has two (one). Its lanes take every 16th position of a block
+// for scores, and four adjacent value columns for sums. Queries and blocks of keys and values are in shared memory as
+// float32, and so are weights, between scores and sums.
 #pragma once
 
 #include "cuda/loop/attention_rows.cuh"
@@ -15,7 +15,7 @@ struct PlainTiles {
   static constexpr int kLaneRows = kLongest <= 128 ? 2 : 1, kRows = kWarps * 2 * kLaneRows;
   static constexpr int kBlock = kLongest <= 64 ? 64 : kLongest <= 128 ? 32 : 16, kLanePositions = kBlock / 16;
   static constexpr int kParts = (ValueColumns + 63) / 64;  // of 64 value columns
-  // Numbers from row to row: a bank's width (16 bytes) apart.
+  // Row strides in floats: 16 bytes of padding avoid bank conflicts.
   static constexpr int kUsed = (Columns + 3) / 4 * 4, kRow = kUsed + 4, kValueRow = kParts * 64,
                        kWeightRow = kBlock + 4;
   static constexpr int kKeys = kRows * kRow, kValues = kKeys + kBlock * kRow, kWeights = kValues + kBlock * kValueRow;
@@ -30,7 +30,7 @@ ARK_LOOP const FourFloats& four_at(const float* p) {
   return *reinterpret_cast<const FourFloats*>(p);
 }
 
-// Rows into shared memory; zeros in place of rows that are not wanted and of columns from kColumns to kUsed.
+// Copies rows to shared memory; rows that are not wanted, and columns from kColumns to kUsed, become zeros.
 template <int kColumns, int kUsed, int kRow, int kCount, class Row, class Wanted>
 ARK_LOOP void widen_rows(float* to, int64_t column, Row row_at, Wanted wanted) {
   ARK_UNROLL for (int e = thread_anew(); e < kCount * kUsed; e += kThreads) {
@@ -39,7 +39,7 @@ ARK_LOOP void widen_rows(float* to, int64_t column, Row row_at, Wanted wanted) {
   }
 }
 
-// What a lane knows of its rows; `own` are their numbers among the tile's.
+// A lane's state for its rows; `own` are their indices in the tile.
 template <class Shape>
 struct PlainRows {
   float greatest[Shape::kLaneRows], total[Shape::kLaneRows] = {};

@@ -1,9 +1,9 @@
-// Attention of many query rows over few positions by groups of four warps (tile_group.cuh): encoders.
+// Attention of many query rows over few positions with warp groups (wgmma, tile_group.cuh), as in encoders.
 //
-// Heads of 64 numbers, at most 512 positions, a mask that is one for all rows or none. 64 rows at a time; all keys and
-// values are asked for at once, and each of four groups has a quarter of the positions. Groups exchange each row's
-// greatest score before they exponentiate, so in the end their sums are only added up, in order. Scores stay in
-// registers, and so do weights, from where they are multiplied.
+// For heads of 64 numbers, at most 512 positions, and no mask or one that is the same for all rows. 64 rows at a time;
+// all keys and values are loaded at once, and each of four warp groups has a quarter of the positions. Groups exchange
+// each row's maximum score before they exponentiate, so their sums are simply added at the end, in order. Scores and
+// weights stay in registers.
 #pragma once
 
 #include "cuda/loop/attention_tiles.cuh"
@@ -15,16 +15,16 @@ namespace ark::loop {
 template <int64_t kKeys>
 struct GroupShape {
   static constexpr int kRows = 64, kGroups = kWarps / 4;
-  static constexpr int kRun = static_cast<int>((kKeys + 32 * kGroups - 1) / (32 * kGroups)) * 32;  // of a group
+  static constexpr int kRun = static_cast<int>((kKeys + 32 * kGroups - 1) / (32 * kGroups)) * 32;  // per group
   static constexpr int kPositions = kGroups * kRun;
-  // Lines of 128 bytes, where part_at() has their parts; then a mask, each group's greatest scores and totals, its
+  // Lines of 128 bytes whose chunks are at part_at(); then the mask, each group's maximum scores and totals, and its
   // sums.
   static constexpr int kLine = 128, kQueryBytes = kRows * kLine, kKeyBytes = kPositions * kLine;
   static constexpr int kValues = kQueryBytes + kKeyBytes, kBiases = kValues + kKeyBytes;
   static constexpr int kStates = kBiases + kPositions * 4, kStatesEnd = kStates + 2 * kGroups * kRows * 4;
-  static constexpr int kSumRow = 64 + 8;  // such that eight rows' columns lie in different banks
+  static constexpr int kSumRow = 64 + 8;  // eight rows' columns are in different banks
   static constexpr int kSumBytes = kGroups * kRows * kSumRow * 4;
-  // Where there is no room, in place of queries and keys, which have been multiplied by then.
+  // If there is no room, the sums overwrite queries and keys, which are no longer needed by then.
   static constexpr int kSums = kStatesEnd + kSumBytes <= kGroupWorkspaceBytes ? kStatesEnd : 0;
   static_assert(kPositions <= kThreads && kStatesEnd <= kGroupWorkspaceBytes);
   static_assert(kSums > 0 || kSumBytes <= kValues);
@@ -37,7 +37,7 @@ class GroupAttention {
   static constexpr int kTurns = Shape::kPositions * 8 / kThreads, kTiles = Shape::kRun / 8;
 
  public:
-  // Rows from `first` on, before `end`.
+  // Rows [first, end).
   ARK_LOOP GroupAttention(const T* q, const T* k, const T* v, const M* mask, int first, int end) {
     bool seen[kTurns];
     ARK_UNROLL for (int turn = 0; turn < kTurns; ++turn) seen[turn] = bias_at(mask, line(turn)) != -kInfinity;
@@ -46,7 +46,7 @@ class GroupAttention {
     copy_line(0, line(0), q + row.g * s.q_head + row.t * s.q_row, first + line(0) < end);
     copy_lines(Shape::kQueryBytes, k, s.k_row, [](int, int position) { return position < s.keys; });
     end_copies();
-    // What is hidden may be anything, and no weight makes zeros of it.
+    // Masked values are arbitrary, and a weight of zero does not make a NaN zero: do not copy them.
     copy_lines(Shape::kValues, v, s.v_row, [&](int turn, int) { return seen[turn]; });
     end_copies();
     if (self < Shape::kPositions) biases()[self] = bias;
@@ -55,7 +55,7 @@ class GroupAttention {
     sync();
   }
 
-  // This group's sums of the rows' values, and each row's total, left for result().
+  // Leaves this group's sums over its values, and each row's total, for result().
   ARK_LOOP void attend() {
     float scores[kTiles][4] = {}, greatest[2];
     multiply_keys(scores);
@@ -97,7 +97,7 @@ class GroupAttention {
     sync();
   }
 
-  // Eight columns of a row are a thread's.
+  // A thread has eight columns of a row.
   template <class Out>
   ARK_LOOP void result(Out* out, int first, int end) {
     const int at = self / 8, column = self % 8 * 8;
@@ -119,7 +119,7 @@ class GroupAttention {
   }
 
  private:
-  // Asked anew: what is computed from it would be kept from task to task, since this is part of the kernel's loop.
+  // Re-read, since this is inlined in the kernel's loop: registers would keep what is derived from it across tasks.
   const int self = thread_anew();
 
   ARK_LOOP int group() const { return self / 128; }
@@ -163,7 +163,7 @@ class GroupAttention {
     wait_group_multiply(scores);
   }
 
-  // Scores as the mask has them, and the greatest of each row among this group's.
+  // Applies the mask to scores, and computes each row's maximum over this group's positions.
   ARK_LOOP void mask_scores(float (&scores)[kTiles][4], float (&greatest)[2]) {
     greatest[0] = greatest[1] = -kInfinity;
     const float* const from = biases() + group() * Shape::kRun + lane() % 4 * 2;

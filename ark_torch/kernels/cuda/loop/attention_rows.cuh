@@ -1,4 +1,4 @@
-// What all ways to compute attention share: the operands' strides, who may look where, the running softmax.
+// What attention kernels share: the operands' strides, masks, the online softmax, the position that decoding appends.
 #pragma once
 
 #include "cuda/loop/task.cuh"
@@ -8,7 +8,7 @@ namespace ark::loop {
 
 // Strides in elements; row t of query head g.
 struct Attention {
-  int64_t heads;  // that share the key/value head
+  int64_t heads;  // query heads per KV head
   int64_t queries, keys;
   int64_t q_head, q_row, q_column;
   int64_t k_row, k_column;
@@ -17,29 +17,29 @@ struct Attention {
   int64_t mask_head, mask_row, mask_column;
   float scale;
   bool causal;
-  int64_t first_query;  // where row 0 stands among the positions, for `causal`
-  bool aligned;         // rows of queries, keys and values are adjacent elements, and begin at multiples of 16 bytes
-  Cache cache;          // of keys and values, where rows are few
-  bool part;            // of all positions: sums are not divided, and each row's greatest score and total are kept
+  int64_t first_query;  // position of row 0, for `causal`
+  bool aligned;         // rows of queries, keys and values are contiguous and start at multiples of 16 bytes
+  Cache cache;          // of keys and values, with few rows
+  bool part;            // of a split attention: sums stay unnormalized, and each row's maximum score and total are kept
 };
 
 struct NoMask {};
 
-// Row t * heads + g: rows that are handled together look at the same positions.
+// Row t * heads + g: rows that are processed together attend to the same positions.
 struct AttentionRow {
   int g, t;
   ARK_LOOP AttentionRow(const Attention& s, int row)
       : g(row % static_cast<int>(s.heads)), t(row / static_cast<int>(s.heads)) {}
 };
 
-// Where rows before `end_row` end to look.
+// The end of the positions that rows before `end_row` attend to.
 ARK_LOOP int limit_of(const Attention& s, int end_row) {
   const int keys = static_cast<int>(s.keys);
   const int next = (end_row - 1) / static_cast<int>(s.heads) + static_cast<int>(s.first_query) + 1;
   return s.causal && next < keys ? next : keys;
 }
 
-// What is added to a score; -inf where the row may not look. The position exists.
+// What is added to a score; -inf if the row does not attend to the position, which must exist.
 template <class M>
 ARK_LOOP float bias_of(const Attention& s, const M* mask, AttentionRow row, int key) {
   if (s.causal && key > row.t + s.first_query) return -kInfinity;
@@ -54,7 +54,7 @@ ARK_LOOP float bias_of(const Attention& s, const M* mask, AttentionRow row, int 
   }
 }
 
-// A score where the mask lets the row look; what it hides may be anything, NaN as well.
+// A score after masking. Masked positions are arbitrary and may give NaN.
 template <class M>
 ARK_LOOP float masked(float score, float scale, float bias, bool seen) {
   const float there = kIsFloat<M> ? fused(score, scale, bias) : score * scale;
@@ -65,22 +65,22 @@ ARK_LOOP float masked(float score, float scale, float bias) {
   return masked<M>(score, scale, bias, bias != -kInfinity);
 }
 
-// What exponents are taken from: the greatest score, or anything finite where the row looks at nothing yet.
+// The base of exponents: the maximum score, or something finite while the row attends to nothing.
 ARK_LOOP float base_of(float greatest) {
   return greatest == -kInfinity ? 0.0f : greatest;
 }
 
-// What the sum of a row's values is multiplied with: zeros where it looks at nothing.
+// The final factor of a row's sums: zero if it attends to nothing.
 ARK_LOOP float last_factor(float total) {
   return total == 0.0f ? 0.0f : 1.0f / total;
 }
 
-// A row's parts and how much each counts, by the threads of a half warp: a lane has one part.
+// A row's parts and their weights, one part per lane of a half warp.
 class PartWeights {
  public:
   static constexpr int kLanes = 16, kMost = kLanes;
 
-  // Greatest score and total of part p lie at states[p * stride].
+  // The maximum score and total of part p are at states[p * stride].
   ARK_LOOP PartWeights(const float* states, int64_t stride, int count) {
     const int part = lane() % kLanes;
     float greatest = -kInfinity, total = 0;
@@ -119,7 +119,7 @@ ARK_LOOP void store_result(Out* out, float* states, AttentionRow row, int c, flo
   }
 }
 
-// A position that is added to keys and values by the task that looks at them (compiler/passes/kv_append.hpp).
+// A position that the task appends to keys and values before it attends to them (compiler/passes/kv_append.hpp).
 struct NothingAdded {
   static constexpr bool kAny = false;
 };
@@ -167,13 +167,13 @@ ARK_LOOP Chunk load_part(const T* row, int64_t stride, int c, bool aligned) {
   return part;
 }
 
-// Which of the kBlock positions from `key` on any of the rows looks at, by all threads: a word a warp for looked_at().
-// True where there are any.
+// Finds which of the kBlock positions from `key` on any of the rows attends to. Called by all threads; writes one word
+// per warp for looked_at(). Returns whether there are any.
 template <int kBlock, class M>
 ARK_LOOP bool scan_block(const Attention& s, const M* mask, int first_row, int end_row, int key, int limit,
                          uint32* words) {
   const int self = thread_anew(), at = key + self % kBlock;
-  // Rows of which one speaks for all.
+  // Among this many rows one stands for all.
   const int heads = static_cast<int>(s.heads);
   const int step = s.mask_head == 0 && !s.causal ? (s.mask_row == 0 ? end_row - first_row : heads) : 1;
   bool any = false;

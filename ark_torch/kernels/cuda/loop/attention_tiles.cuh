@@ -1,10 +1,10 @@
-// Attention of many query rows on tensor cores: encoders, prefill (flash attention; Dao et al., 2022).
+// Attention of many query rows on tensor cores, as in encoders and prefill (FlashAttention; Dao et al., 2022).
 //
-// 64 rows at a time, each warp 16 of them, 64 value columns and a part of each block's positions, so that 16 warps
-// work; blocks of keys and values come through shared memory, the next while one is worked on. Scores, weights (rounded
-// to the values' type for the second product) and sums stay in registers; at the end the warps of a row combine what
-// they have, in a fixed order. A block that no row looks at is not copied, nor is a position. A mask that is one
-// for all rows (padding) is read once, into shared memory; else who looks where is asked block by block.
+// 64 rows at a time. Each of 16 warps has 16 rows, 64 value columns and a part of each block's positions. Blocks of
+// keys and values pass through shared memory, the next one loading while one is processed. Scores, weights (rounded to
+// the values' type for the second product) and sums stay in registers; finally the warps of a row combine their results
+// in a fixed order. Blocks and positions to which no row attends are not copied. A mask that is the same for all rows
+// (padding) is read once into shared memory; others are evaluated block by block.
 #pragma once
 
 #include "cuda/loop/attention_rows.cuh"
@@ -14,33 +14,33 @@ namespace ark::loop {
 template <int Columns, int ValueColumns>
 struct Tiles {
   static constexpr int kRows = 64, kWarpRows = 16, kRun = 32;  // what a warp multiplies at a time
-  static constexpr int kHalves = ValueColumns <= 64 ? 1 : 2;   // of value columns: 64 are a warp's
+  static constexpr int kHalves = ValueColumns <= 64 ? 1 : 2;   // of value columns: a warp has 64
   static constexpr int kGroups = 4 / kHalves;                  // of warps that share rows
   static constexpr int kBlock = kGroups * kRun;
   static constexpr int kSteps = (Columns + 15) / 16;  // of 16 columns
   static constexpr int kPairs = kHalves == 1 ? (ValueColumns + 15) / 16 : 4;
-  // Rows of shared memory: 16-byte parts, a multiple of eight of them.
+  // Rows in shared memory: chunks of 16 bytes, a multiple of eight of them.
   static constexpr int kParts = kSteps <= 4 ? 8 : 16, kValueParts = 8 * kHalves;
   static constexpr int kKeyBytes = kBlock * kParts * 16, kValueBytes = kBlock * kValueParts * 16;
   static constexpr int kStage = kKeyBytes + kValueBytes;
-  static constexpr int kQueries = 2 * kStage;                    // where the rows' queries lie
-  static constexpr int kLooks = kQueries + kRows * kParts * 16;  // and who looks where
-  static constexpr int kBiases = kLooks + 2 * kWarps * 4;        // and a mask that is one for all rows
+  static constexpr int kQueries = 2 * kStage;                    // offset of the rows' queries
+  static constexpr int kLooks = kQueries + kRows * kParts * 16;  // offset of the words for looked_at()
+  static constexpr int kBiases = kLooks + 2 * kWarps * 4;        // offset of a mask that is the same for all rows
   static_assert(kSteps <= 8 && kHalves * kPairs <= 8 && kBiases + kThreads * 4 <= kWorkspaceBytes);
   static_assert((kPairs * 8 + 4) * 256 * 4 <= kWorkspaceBytes);
 };
 
-// Where part c of a row lies: such that eight rows' parts of one number lie in different banks. Part c + 2 n lies at
-// that place ^ 32 n.
+// The offset of chunk c of a row, such that the same chunks of eight rows are in different banks. Chunk c + 2 n is at
+// that offset ^ 32 n.
 template <int kParts>
 ARK_LOOP int part_at(int row, int c) {
   return (row * kParts + (c ^ (row & 7))) * 16;
 }
 
-// Rows into shared memory, by all threads; zeros in place of rows that are not wanted and of columns from kColumns on.
+// All threads copy rows to shared memory; rows that are not wanted, and columns from kColumns on, become zeros.
 template <int kColumns, int kParts, int kCount, class T, class Row, class Wanted>
 ARK_LOOP void copy_rows(char* tile, bool aligned, int64_t column, Row row_at, Wanted wanted) {
-  constexpr int kUsed = (kColumns + 15) / 16 * 2;  // parts
+  constexpr int kUsed = (kColumns + 15) / 16 * 2;  // chunks
 #pragma unroll 1
   for (int e = thread_anew(); e < kCount * kUsed; e += kThreads) {
     const int row = e / kUsed, c = e % kUsed;
@@ -58,7 +58,7 @@ ARK_LOOP void copy_rows(char* tile, bool aligned, int64_t column, Row row_at, Wa
   }
 }
 
-// What a warp knows of its 16 rows: lane 4 i + j has rows i and i + 8.
+// A warp's state for its 16 rows: lane 4 i + j has rows i and i + 8.
 template <int kPairs>
 struct RunningRows {
   float greatest[2] = {-kInfinity, -kInfinity};
@@ -75,7 +75,7 @@ struct RunningRows {
     }
   }
 
-  // Adds those of the warps whose numbers of threads are `threads` higher, by way of shared memory.
+  // give() leaves a warp's state in shared memory; take() merges another warp's state, of the same rows, into this one.
   ARK_LOOP void give(float* to) const {
     ARK_UNROLL for (int r = 0; r < 2; ++r) {
       to[r * 256] = greatest[r];
@@ -96,12 +96,12 @@ struct RunningRows {
   }
 };
 
-// Whether a mask is the same for all rows, and short enough to be kept.
+// Whether the mask is the same for all rows and short enough to keep.
 template <Attention s, class M>
 inline constexpr bool kOneMask =
     !kSame<M, NoMask> && s.mask_head == 0 && s.mask_row == 0 && !s.causal && s.keys <= kThreads;
 
-// Keeps it: what is added to each position's scores, and a bit for each that is looked at.
+// Keeps it: what is added to each position's scores, and a bit per position that is attended to.
 template <Attention kShape, class M>
 ARK_LOOP void keep_mask(const M* mask, float* biases, uint32* looks) {
   constexpr Attention s = kShape;
@@ -112,7 +112,7 @@ ARK_LOOP void keep_mask(const M* mask, float* biases, uint32* looks) {
   sync();
 }
 
-// One warp's rows and its run of the positions of the block that begins at `block` and lies at `stage`.
+// Processes one warp's rows and its run of positions in the block that starts at `block` and is in memory at `stage`.
 template <class Shape, Attention kShape, class T, class M>
 ARK_LOOP void attend_run(const M* mask, const char* shared, int stage, int first_row, int block, int limit,
                          RunningRows<Shape::kPairs>& rows) {
@@ -200,7 +200,7 @@ ARK_LOOP void attend_tiles(QAt q, KAt k, VAt v, const M* mask, OutAt out) {
         [&](int row) { return first + row < end; });
     if constexpr (kOne) keep_mask<s>(mask, reinterpret_cast<float*>(shared + Shape::kBiases), looks);
 
-    int turn = 0;  // of the words that say who looks
+    int turn = 0;  // alternates between two sets of words for looked_at()
     const auto next = [&](int key) -> int {
       if constexpr (kOne) {
         ARK_ROLLED for (; key < limit; key += Shape::kBlock) {

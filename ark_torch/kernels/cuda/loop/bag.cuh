@@ -1,9 +1,8 @@
-// Pooled embeddings: the rows of a table that a bag names, summed, averaged or their greatest, in the bag's order.
+// Embedding bags: the table rows that a bag names, pooled by sum, mean or maximum in the bag's order.
 //
-// Bag b is indices [offsets[b], offsets[b + 1]) (the last ends where the indices do, or at a last offset). An index
-// that is the padding counts for nothing; a bag of nothing gives zeros. Sums are float32. A thread has a column of a
-// bag, its neighbours the next columns. Every offset and index is checked before its row is read: what is wrong ends
-// the launch with an error.
+// Bag b is indices [offsets[b], offsets[b + 1]); the last one ends at the last index, or at a last offset. The padding
+// index is ignored; an empty bag gives zeros. Sums are float32. Adjacent threads take adjacent columns of a bag. Every
+// offset and index is checked before its row is read; an invalid one ends the launch with an error.
 #pragma once
 
 #include "cuda/loop/failure.cuh"
@@ -26,11 +25,11 @@ struct Bags {
 enum class Pooling { sum, mean, max };
 struct NoWeights {};
 
-// Column c of the rows that indices [from, to) name.
+// Pools column c of the rows that indices [from, to) name.
 template <Pooling kMode, class T, class I, class W>
 ARK_LOOP float pool_column(const Context& context, const Bags& s, const T* table, const I* index, const W* weights,
                            int64_t from, int64_t to, int64_t c) {
-  constexpr int kAhead = 4;  // rows that are under way together
+  constexpr int kAhead = 4;  // rows in flight together
   float total = 0;
   int64_t count = 0;
   for (int64_t begin = from; begin < to; begin += kAhead) {
@@ -55,7 +54,7 @@ ARK_LOOP float pool_column(const Context& context, const Bags& s, const T* table
   return kMode == Pooling::mean && count > 0 ? total / static_cast<float>(count) : total;
 }
 
-// Offsets are reported as of no dimension (step_failure.cpp names them).
+// Offsets are reported without a dimension (step_failure.cpp names them).
 ARK_LOOP bool offset_fits(const Context& context, int64_t offset, int64_t most) {
   return index_fits(context, offset, most + 1, offset, -1);
 }
@@ -64,7 +63,7 @@ ARK_LOOP bool offset_fits(const Context& context, int64_t offset, int64_t most) 
 template <Pooling kMode, class T, class I, class O, class W, class Out>
 ARK_LOOP void pool(const Context& context, const Bags& s, const T* table, const I* index, const O* offsets,
                    const W* weights, Out* out, int64_t b0, int64_t b1, int64_t c0, int64_t c1) {
-  if (!offset_fits(context, load_one(offsets), 0)) return;  // the first bag begins at the first index
+  if (!offset_fits(context, load_one(offsets), 0)) return;  // the first bag must start at the first index
   const uint32 columns = static_cast<uint32>(c1 - c0);
   for_elements((b1 - b0) * columns, [&](int64_t i) {
     const uint32 element = static_cast<uint32>(i), bag = element / columns;

@@ -1,12 +1,12 @@
-// Columns of coded weights with what they are decoded with: of one product, or of several that share their rows, whose
-// columns then are numbered through, as in products.cuh.
+// Columns of quantized weights with their scales and zeros: of one product, or of several that share their rows, whose
+// columns are then numbered consecutively as in products.cuh.
 #pragma once
 
 #include "cuda/loop/decode.cuh"
 
 namespace ark::loop {
 
-// Columns [c0, c1) of a product. Where b and the others lie is asked for when it is needed (Later of task.cuh).
+// Columns [c0, c1) of a product. Addresses of operands are loaded where they are used (Later of task.cuh).
 template <Product kShape, Codes kCodes, class BAt, class ScaleAt, class ZeroAt, class OutAt, class BiasAt>
 struct CodedShare {
   using Element = typename Pointee<BAt>::Type;
@@ -35,7 +35,7 @@ struct CodedShare {
       return static_cast<float>(
           load_one(now(zeros) + g * static_cast<int64_t>(q.zero.group) + c * static_cast<int64_t>(q.zero.column)));
   }
-  // The same, of which nothing can have been computed before, as Parts::anew().
+  // A copy from which the compiler cannot precompute anything, as Parts::anew().
   ARK_LOOP CodedShare anew() const {
     CodedShare same = *this;
     asm volatile("" : "+r"(same.c0), "+r"(same.c1));
@@ -51,7 +51,7 @@ ARK_LOOP CodedShare<kShape, kCodes, BAt, ScaleAt, ZeroAt, OutAt, BiasAt> coded_s
   return {b, scales, zeros, out, bias, static_cast<int>(c0), static_cast<int>(c1)};
 }
 
-// The shares' columns, the first one's from number `begin` on, each one's from a multiple of eight on.
+// The columns of the shares, numbered from `begin` for the first one, and from a multiple of eight for each later one.
 template <class... Shares>
 struct CodedRuns {
   const int total;
@@ -100,7 +100,7 @@ struct CodedRuns<First, Rest...> {
       if (!mine(c)) return rest.zero(g, c);
     return first.zero(g, own(c));
   }
-  // kScale: it has waited for the sum.
+  // kScale: the scale was not applied to parts of the sum, so it is applied here.
   template <bool kScale>
   ARK_LOOP void finish(int row, int c, float sum) const {
     if constexpr (!kLast)

@@ -1,7 +1,7 @@
-// Collectives as tasks: what exchange.cuh does by all threads of a block.
+// Collectives as tasks: exchange.cuh, run by all threads of a block.
 //
-// Failure. Waits look at the group's abort word and clock (cuda/packet.cuh) and at the launch's own. Who gives up fills
-// in the report and leaves with all workers of the launch; the group has failed then, and the context goes on.
+// Failure: waits check the group's abort word and clock (cuda/packet.cuh), and the launch's own. Whoever gives up
+// writes the report and leaves, with all workers of the launch. The group has then failed, but the context survives.
 #pragma once
 
 #include "cuda/packet.cuh"
@@ -15,7 +15,7 @@ namespace ark::loop {
 
 static_assert(kMostRanks == device::kMaxRanks);
 
-// The slow part of a wait: when it began, or device::kOver when it is time to leave.
+// The slow part of a wait: returns when the wait began, or device::kOver if it must be given up.
 static __device__ __noinline__ uint64 wait_for_peer(Context context, uint64 began, int peer, uint64 epoch) {
   const Worker& here = worker();
   const Ranks& ranks = here.head->ranks;
@@ -50,8 +50,8 @@ struct BlockExchange {
   }
 };
 
-// `place`: of this rank's packets of the collective; `number`: as far behind the first packet's place as the
-// collective's number (from 1) among those of a step; `half`: bytes of a step's places.
+// `place`: address of this rank's packets of the collective. `number`: a pointer whose distance from the first packets
+// is the collective's number (from 1) in the step. `half`: bytes of all places of a step.
 template <Exchange kWhat, device::DType kType, device::ReduceOp kOp, int kRanks>
 ARK_LOOP void exchange(const Context& context, const void* in, void* out, const char* place, const char* number,
                        uint64 half, uint64 part, uint64 begin, uint64 end) {

@@ -1,8 +1,8 @@
-// Codes of weights as pairs of halves, for tensor cores: words of four codes of 8 bits, or of eight of 4 bits.
+// Decodes quantized weights to pairs of half-type elements for tensor cores: words of four 8-bit or eight 4-bit codes.
 //
-// A few instructions a word, since memory brings a word in every few clocks. Integers are put into the significand of a
-// power of two, which is then subtracted: no conversion, and exact. Which depths a pair has follows from what is
-// cheapest, and rows are dealt out alike (deal()). What is exact in float8 is so in both halves' types, NaN included.
+// A few instructions per word, as memory delivers a word every few clocks. Integers are inserted into the significand
+// of a power of two, which is then subtracted: exact, and no conversion instruction. A pair's depths are whichever are
+// cheapest; rows are permuted to match (deal()). float8 decodes exactly to both half types, including NaN.
 #pragma once
 
 #include "cuda/loop/product.cuh"
@@ -13,7 +13,7 @@ namespace ark::loop {
 using ark::Codes;
 using ark::NoScale;
 
-// a * b + c of pairs.
+// a * b + c on pairs.
 template <class T>
 ARK_LOOP uint32 fused_pair(uint32 a, uint32 b, uint32 c) {
   uint32 sum;
@@ -23,14 +23,14 @@ ARK_LOOP uint32 fused_pair(uint32 a, uint32 b, uint32 c) {
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
   return sum;
 }
-// bits & kMask | more, in one instruction, which compilers do not find.
+// (bits & kMask) | more in one instruction, which compilers do not find.
 template <uint32 kMask>
 ARK_LOOP uint32 masked_or(uint32 bits, uint32 more) {
   uint32 joined;
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(joined) : "r"(bits), "n"(kMask), "r"(more));
   return joined;
 }
-// Bits of a whole number up to 256, or, in f16, 2048, twice.
+// The bits of an integer up to 256 (f16: 2048), in both halves of a word.
 template <class T>
 ARK_LOOP constexpr uint32 pair_of(int x) {
   if (x == 0) return 0;
@@ -53,14 +53,14 @@ inline constexpr int kPower = kSame<T, bf16> ? 128 : 1024;
 template <class T>
 inline constexpr uint32 kPowerBits = kSame<T, bf16> ? 0x43004300u : 0x64006400u;
 
-// Two codes of e4m3, in the bytes of a half of a word each, the low bytes 0.
+// Two e4m3 codes in the high bytes of a word's halves; the low bytes are 0.
 ARK_LOOP uint32 float8_pair(uint32 high_bytes, f16) {
-  // 8 more in the exponent stand for 1.
+  // f16's exponent bias is larger by 8: multiply by 2^8.
   const uint32 bits = (high_bytes & 0x80008000u) | (high_bytes & 0x7f007f00u) >> 1;
   const uint32 nan = __vcmpeq2(high_bytes & 0x7f007f00u, 0x7f007f00u);
   return fused_pair<f16>(bits, 0x5c005c00u, 0x80008000u) | (nan & 0x7e007e00u);
 }
-// Two adjacent codes of e4m3.
+// Two adjacent e4m3 codes.
 ARK_LOOP uint32 float8_pair(uint16 codes, f16 type) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   uint32 pair;
@@ -77,16 +77,16 @@ ARK_LOOP uint32 float8_pair(uint16 codes, bf16 type) {
 
 template <Codes q, class B, class T>
 struct Coding {
-  static constexpr int kPairs = q.bits == 4 ? 4 : 2;  // of a word
+  static constexpr int kPairs = q.bits == 4 ? 4 : 2;  // per word
   static constexpr int kOffset = q.offset + (q.is_signed ? 8 : 0);
 
-  // Bits that all words are joined with, in a register: an instruction takes one constant.
+  // Bits that every word is joined with. Kept in a register, since an instruction takes only one constant.
   static ARK_LOOP uint32 joined() {
     uint32 bits = q.bits == 4 ? kPowerBits<T> : kSame<T, bf16> ? 0x43434343u : 0x64646464u;
     asm volatile("" : "+r"(bits));
     return bits;
   }
-  // Numbers without scales. `power`: joined().
+  // Decodes a word, without scales. `power`: joined().
   static ARK_LOOP void word(uint32 codes, uint32 power, uint32 (&pairs)[kPairs]) {
     if constexpr (q.bits == 4) {
       if constexpr (q.is_signed) codes ^= 0x88888888u;
@@ -97,7 +97,8 @@ struct Coding {
       pairs[1] = float8_pair(static_cast<uint16>(codes >> 16), T{});
     } else if constexpr (kSame<T, bf16>) {
       ARK_UNROLL for (int i = 0; i < 2; ++i) {
-        // Seven bits fit: the eighth makes 256 of the 128 that is subtracted.
+        // The significand has room for seven bits. The sign bit falls into the exponent, and 256 is subtracted instead
+        // of 128.
         const uint32 two = __byte_perm(codes, power, i == 0 ? 0x4240 : 0x4341);
         pairs[i] = fused_pair<T>(two & 0xff80ff80u, pair_of<T>(-1), two & 0xff7fff7fu);
       }
@@ -110,7 +111,7 @@ struct Coding {
       ARK_UNROLL for (int i = 0; i < 2; ++i) pairs[i] = minus<T>(pairs[i], q.offset);
   }
 
-  // Of eight elements of a row in order, the pairs that meet those of a word of 4 bits, or of two words of 8.
+  // Permutes eight consecutive elements of a row to the pairs that word() makes of a 4-bit word, or of two 8-bit words.
   static ARK_LOOP void deal(Chunk& row) {
     const Chunk by = row;
     const auto low = [](uint32 a, uint32 b) { return __byte_perm(a, b, 0x5410); };
@@ -129,7 +130,7 @@ struct Coding {
     }
   }
 
-  // One number, at depth d of a column of bytes.
+  // Decodes one number, at depth d of a column of bytes.
   static ARK_LOOP float one(const B* column, int d) {
     if constexpr (q.bits == 4) {
       const int code = column[d / 2] >> ((d & 1) == (q.high_first ? 1 : 0) ? 0 : 4) & 15;

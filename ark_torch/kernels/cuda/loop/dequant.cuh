@@ -1,8 +1,8 @@
-// Products with coded weights of a tile: out[r, c] = sum over d of a[r, d] w[d, c] (+ bias[r, c]), where w is decoded
-// in registers, so that what streams from memory is codes: int8, float8 (e4m3) or two numbers of 4 bits a byte.
+// A tile of a product with quantized weights: out[r, c] = sum over d of a[r, d] w[d, c] (+ bias[r, c]). Weights are
+// decoded in registers, so that only codes stream from memory: int8, float8 (e4m3), or two 4-bit codes per byte.
 //
-// Halves by tensor cores (dequant_tensor.cuh); float32 rows, and what is not aligned or grouped as those need it,
-// number by number. Which of the two computes an element depends on shapes, strides, alignment and types alone. Several
+// Half types use tensor cores (dequant_tensor.cuh). float32 rows, and operands not aligned or grouped as tensor cores
+// need, are computed element by element. The choice depends only on shapes, strides, alignment and types. Several
 // products that share their rows pass as one run of columns.
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace ark::loop {
 
-// A column for each warp, a number for each lane.
+// A column per warp, an element per lane.
 template <int Rows, class A, class Share>
 ARK_LOOP void dequant_plain(const A* a, const Share& share, int r0, int rows) {
   constexpr Product s = Share::kProduct;
@@ -36,7 +36,7 @@ ARK_LOOP void dequant_plain(const A* a, const Share& share, int r0, int rows) {
   }
 }
 
-// All kRows rows of a, which has no more than fit a tensor core's.
+// All kRows rows of a, at most as many as fit a tensor core.
 template <int kRows, class AAt, class First, class... Rest>
 ARK_LOOP void dequant_runs(AAt a, const First& first, const Rest&... rest) {
   constexpr Product s = First::kProduct;
@@ -54,7 +54,7 @@ ARK_LOOP void dequant_runs(AAt a, const First& first, const Rest&... rest) {
       });
 }
 
-// All kRows rows of a, with columns of each share, which are coded alike.
+// All kRows rows of a with the columns of each share. The shares use the same encoding.
 template <int64_t kRows, class AAt, class First, class... Rest>
 ARK_LOOP void dequant_products(AAt a, const First& first, const Rest&... rest) {
   using A = typename Pointee<AAt>::Type;

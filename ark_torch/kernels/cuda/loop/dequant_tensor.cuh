@@ -1,11 +1,11 @@
-// Up to 16 rows of halves times columns of codes, on tensor cores: codes stream, and are decoded between a load and its
+// Up to 16 half-type rows times columns of codes, on tensor cores: codes stream, and are decoded between a load and its
 // multiplications.
 //
-// As matvec_tensor.cuh: a warp keeps up to 16 rows x 128 of the depth of a in registers and lets columns pass. Columns
-// are the tensor core's lines, 16 of them, since few rows then leave no line empty. Four lanes load of a column 64
-// codes of 8 bits, or 128 of 4 bits, in order. 128 of the depth lie in one group, so that its scale is multiplied into
-// their sum: weights themselves are exact whole numbers, or float8. A group's zero is multiplied by the sum of the
-// rows, which tensor cores add up, too, once for all columns.
+// As in matvec_tensor.cuh, a warp keeps up to 16 rows x 128 depths of a in registers while columns pass. Here columns
+// are the tensor core's 16 lines, so that few rows leave no line empty. Four lanes load 64 8-bit codes (or 128 4-bit
+// ones) of a column, in order. A slice of 128 depths is within one group, whose scale multiplies their sum: the weights
+// themselves are exact integers, or float8. A group's zero multiplies the sum of the rows, which tensor cores compute
+// once for all columns.
 #pragma once
 
 #include "cuda/loop/coded_columns.cuh"
@@ -14,9 +14,9 @@
 
 namespace ark::loop {
 
-inline constexpr int kDequantSlice = 128;   // of depth, a warp's
-inline constexpr int kDequantColumns = 16;  // a warp's, the tensor core's lines
-// Whether there are registers for what hides waiting: of few rows, and not where addresses take more of them.
+inline constexpr int kDequantSlice = 128;   // depths per warp
+inline constexpr int kDequantColumns = 16;  // columns per warp: the tensor core's lines
+// Whether registers suffice to hide latency: only with few rows, and not where addresses take more registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 template <int Rows>
 inline constexpr bool kDequantRoom = false;
@@ -25,10 +25,10 @@ template <int Rows>
 inline constexpr bool kDequantRoom = Rows <= 8;
 #endif
 
-// Whether sums of columns are complete before anything is multiplied into them.
+// Whether scales apply only once a column's sum is complete.
 template <Product s, Codes q, class Zero>
 inline constexpr bool kScaledLast = q.group == s.depth&& kSame<Zero, NoScale>;
-// What this kernel takes: whole chunks of codes, and groups of whole slices.
+// What this kernel supports: whole chunks of codes, and groups of whole slices.
 template <Product s, Codes q>
 inline constexpr bool kDequantsByTensor = s.b_aligned&& s.b_depth == 1 && s.depth* q.bits % 128 == 0 &&
                                           (q.group == s.depth || q.group % kDequantSlice == 0);
@@ -44,14 +44,14 @@ ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int r0, int rows, int
   constexpr int kOctets = kDequantColumns / 8;
   constexpr int kBlocks = Rows > 8 ? 2 : 1;  // of eight rows
   constexpr bool kAhead = kDequantRoom<Rows> && split_k(s.depth, kDequantSlice).passes > 1;
-  constexpr int kSums = kDequantRoom<Rows> ? 2 : 1;  // of a column, so that they wait for each other half as long
-  constexpr int kChunks = kDequantSlice * q.bits / 8 / 64;  // of codes, a lane's of a column
-  constexpr int kPerLoad = 128 / q.bits;                    // codes in a chunk
+  constexpr int kSums = kDequantRoom<Rows> ? 2 : 1;         // partial sums per column, which halve the dependency chain
+  constexpr int kChunks = kDequantSlice * q.bits / 8 / 64;  // chunks of codes per lane and column
+  constexpr int kPerLoad = 128 / q.bits;                    // codes per chunk
   constexpr bool kScaled = !kScaledLast<s, q, Zero>, kZeros = !kSame<Zero, NoScale>;
   constexpr DepthSplit split = split_k(s.depth, kDequantSlice);
   constexpr int kStep = split.slices * kDequantSlice;
   constexpr bool kWhole = split.passes * kStep == s.depth;
-  const int self = thread_anew(), lane = self % 32;  // such that nothing of it is kept from run to run
+  const int self = thread_anew(), lane = self % 32;  // re-read: no register keeps anything of it across runs
   const int slice = self / 32 % split.slices, group = self / 32 / split.slices;
   if (group >= split.groups) return;
   const ChunkLoads<s.b_cache> loads;
@@ -59,18 +59,18 @@ ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int r0, int rows, int
   const int my_depth = slice * kDequantSlice + lane % 4 * kPerLoad;
   const uint32 power = Words::joined();
 
-  // The next batch of columns to be loaded, an octet of which lies in one product.
+  // The next batch of columns to load. An octet of columns belongs to one product.
   struct {
     int batch = 0, pass = 0, d, column, left[kOctets];
     const B* from[kOctets];
   } next;
   Chunk ring[kOctets][kChunks] = {};
-  float scale_of_lane = 0, zero_of_lane = 0;  // of a column for each lane
+  float scale_of_lane = 0, zero_of_lane = 0;  // each lane holds one column's
   auto place = [&] {
     next.column = c + (next.batch * split.groups + group) * kDequantColumns;
     next.d = my_depth + next.pass * kStep;
     ARK_UNROLL for (int o = 0; o < kOctets; ++o) {
-      const bool first = Columns::kLast && o > 0;  // of one product they follow each other
+      const bool first = Columns::kLast && o > 0;  // octets of one product are consecutive
       next.left[o] = first ? next.left[0] - o * 8 : next.pass < split.passes ? columns.left(next.column + o * 8) : 0;
       next.from[o] =
           first ? next.from[0] + o * 8 * s.b_column : columns.from(next.column + o * 8 + my_line) + next.d * q.bits / 8;
@@ -93,8 +93,8 @@ ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int r0, int rows, int
   place();
   ARK_UNROLL for (int o = 0; o < kOctets; ++o) ARK_UNROLL for (int i = 0; i < kChunks; ++i) load(o, i);
   if constexpr (kScaled) load_scales();
-  // Eight elements each of a's rows my_line and 8 further; word i of a chunk of 4 bits meets chunk i. The next pass's
-  // are under way while columns are multiplied.
+  // Eight elements each of a's rows my_line and my_line + 8; with 4 bits, word i of a chunk of codes meets chunk i. The
+  // next pass's rows load while columns are multiplied.
   Chunk x[4][kBlocks], ahead[4][kBlocks];
   auto load_rows = [&](int pass) {
     const T* const from = now(a);
@@ -142,7 +142,8 @@ ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int r0, int rows, int
                 sums[(word * Words::kPairs + i) / 2 % kSums][half], weights, of[half].words[w], of[half].words[w + 1]);
           }
         }
-        // Behind their use, which the sum orders: else it would be into other registers, and copied from there.
+        // Load after the last use, which the dependency on the sum enforces; otherwise the load would go to other
+        // registers and be copied.
         asm volatile("" : "+f"(sums[0][0][0]));
         load(0, chunk);
         load(1, chunk);

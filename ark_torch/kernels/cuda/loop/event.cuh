@@ -1,4 +1,4 @@
-// Events between tasks of a loop kernel: a word each that only grows. What orders memory by them: loop.cuh.
+// Events between tasks of a loop kernel: one word each, which only grows. loop.cuh explains how they order memory.
 #pragma once
 
 #include "cuda/loop/failure.cuh"
@@ -16,7 +16,7 @@ ARK_LOOP void bump_event(uint32* word) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(word) : "memory");
 }
 
-// False when the launch ends early. By one thread.
+// Returns false if the launch ends early. Called by one thread.
 static __device__ __noinline__ bool wait_long(const LaunchHead& head, const uint32* word, uint32 target, int number,
                                               int task, int stage, int event) {
   const unsigned long long began = now_ns();

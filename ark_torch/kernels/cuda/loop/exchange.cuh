@@ -1,31 +1,9 @@
-// Collectives among the tasks of a loop kernel: a tile pushes what the peers need of it into their memory, as packets
-// {data, epoch} (protocol/packet.hpp), waits for theirs in its own, and adds them in rank order as eager collectives do
-// (cuda/reduce.cuh), so all ranks get the same bits. Any element type, size and alignment; out may be in.
-//
-// Places. A collective's packets lie at a place that the plan has given it, the same in each rank's memory:
-// [ranks][part], by source, then by element, and as much again for every other step. So ranks need not cut alike: what
-// one waits for is elements, whoever pushed them. A packet's epoch is made of the step and the collective's number in
-// it. Steps are counted for all launches of the region together (its memory is one set, and its launches follow each
-// other on each rank), so a place never holds an epoch before its data.
-//
-// Memory order. A packet's data and epoch are one access. Rank r may write over what peer p reads, since p has read it:
-//  - two steps later, in the same half: r's launch between them had ended, so r had seen all packets of p's (each
-//    collective waits for every element from every rank), so p had begun that launch, and the one before it was over;
-//  - in the same step, where collective k + 2 l has the place of k: the plan lets no tile of any collective begin
-//  before
-//    all tiles of the one l before it have ended on its rank. So r had seen all that p pushed in k + l, whose tiles
-//    began, on p, when all of k had ended.
-//
-// Nothing hangs. On each rank tasks are listed in an order that is valid to execute, queues keep that order,
-// collectives stand there in the graph's order, which all ranks share (compared when the memory is made), and a worker
-// has at most one tile of each (the validator looks). Suppose all wait. On each rank the first task of the list that
-// has not ended can only wait for packets; let k be the earliest collective that such a task is of, on any rank. It
-// waits for a peer whose first one is of k, too, or of a later collective. In the latter case the peer has pushed all
-// of k. In the former all tasks before k have ended there, so each tile of k that has not is the next of its queue, has
-// nothing to wait for before it pushes, and has pushed. Either way the packets come.
+// Collectives among the tasks of a loop kernel. A tile pushes what peers need of it into their memory as packets {data,
+// epoch} (protocol/packet.hpp), waits for theirs in its own memory, and adds them in rank order, as eager collectives
+// do (cuda/reduce.cuh), so all ranks get the same bits. Any element type, size and alignment; out may equal in.
 //
 // Host and device code: tests run it with threads as blocks. A Block says which of its threads calls, moves units of a
-// user's buffer, and says when a wait is over.
+// user's buffer, and decides when to give up waiting.
 #pragma once
 
 #include "cuda/reduce.cuh"
@@ -35,12 +13,33 @@
 
 namespace ark::loop {
 
+// Places. The plan gives each collective a place for its packets, the same in each rank's memory: [ranks][part], by
+// source, then element, and a second copy for every other step. Ranks may cut tiles differently, since a wait is for
+// elements, whoever pushed them. A packet's epoch combines the step with the collective's number in it. Steps are
+// counted over all launches of the region (its memory is one set, and its launches follow each other on each rank), so
+// no place ever holds an epoch before its data.
+//
+// Memory order. A packet's data and epoch are one access. Rank r overwrites only what peer p has already read:
+//  - Two steps later, in the same half: r finished the launch in between, so it saw all packets of p's (each collective
+//    waits for every element from every rank). So p had started that launch, and its launch before had ended.
+//  - In the same step, where collective k + 2 l uses the place of k: the plan lets no tile of a collective start before
+//    all tiles of the one l before it have ended on its rank. So r saw all that p pushed in k + l, whose tiles started
+//    on p after all of k had ended.
+//
+// No deadlock. On each rank, tasks are listed in a valid execution order and queues keep it. Collectives are in the
+// graph's order, which all ranks share (compared when the memory is made), and a worker has at most one tile of each
+// (checked by the validator). Suppose all wait. On each rank the first unfinished task of the list can only wait for
+// packets. Let k be the earliest collective of such a task on any rank. It waits for a peer whose first unfinished task
+// is of k or later. If later, the peer has pushed all of k. If of k, all tasks before k have ended there, so each
+// unfinished tile of k is next in its queue, needs nothing before it pushes, and has pushed. The packets arrive either
+// way.
+
 enum class Exchange : uint32 { all_reduce, all_gather, reduce_scatter, all_to_all };
 
 // One rank's view of a collective's packets.
 struct Exchanged {
   char* const* packets;  // of each rank, as mapped here
-  uint64 place;          // where the collective's begin
+  uint64 place;          // offset of the collective's packets
   int rank;
   uint64 epoch;
 };
@@ -57,12 +56,12 @@ ARK_LOOP constexpr auto rule_of() {
     return device::SumRule<device::Float32>{};
 }
 
-// Bytes [begin, end) of a part of `part` bytes, from a multiple of 16 on. Of all_gather and all_to_all `out` has a part
-// from every rank, of reduce_scatter and all_to_all `in` one for every rank.
+// Bytes [begin, end) of a part of `part` bytes; begin is a multiple of 16. For all_gather and all_to_all `out` has one
+// part from every rank; for reduce_scatter and all_to_all `in` has one for every rank.
 template <Exchange kWhat, device::DType kType, device::ReduceOp kOp, int kRanks, class Block>
 ARK_LOOP void exchange(Block& block, const Exchanged& with, const void* in, void* out, uint64 part, uint64 begin,
                        uint64 end) {
-  constexpr int kTogether = kRanks < 4 ? kRanks : 4;  // what registers hold
+  constexpr int kTogether = kRanks < 4 ? kRanks : 4;  // as many as registers hold
   constexpr bool kFromParts = kWhat == Exchange::reduce_scatter || kWhat == Exchange::all_to_all;
   constexpr bool kToParts = kWhat == Exchange::all_gather || kWhat == Exchange::all_to_all;
   const int rank = with.rank;
@@ -94,7 +93,7 @@ ARK_LOOP void exchange(Block& block, const Exchanged& with, const void* in, void
     decltype(rule.first(own)) sum;
     ARK_UNROLL for (int from = 0; from < kRanks; from += kTogether) {
       device::Unit parts[kTogether];
-      while (true) {  // these packets are asked for together
+      while (true) {  // these packets are loaded together
         int missing = -1;
         ARK_UNROLL for (int i = 0; i < kTogether; ++i) {
           if (from + i == rank)

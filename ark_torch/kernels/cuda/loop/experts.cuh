@@ -1,9 +1,9 @@
-// A grouped product: row p times the matrix that p chose at run time, out of a table of them (a mixture of experts).
+// Grouped product (mixture of experts): row p times the matrix of a table that p selects at run time.
 //
-// Few rows (decoding): each is a product of its own, and columns of all of them pass in one stream. More: rows are
-// sorted by matrix first (a counting sort: each tile does it for itself, it is cheap beside any product), then each
-// matrix that was chosen is multiplied by its rows; matrices that nobody chose are not touched. An element's sum is
-// product()'s, in its order: bits do not depend on what else was chosen, nor on tiles.
+// Few rows (decoding) are a product each, and the columns of all of them pass as one stream. More rows are first sorted
+// by matrix, with a counting sort that each tile repeats, as it is cheap compared with any product; then each selected
+// matrix is multiplied by its rows. Other matrices are not read. An element's sum has product()'s order: bits depend
+// neither on other selections nor on tiles.
 #pragma once
 
 #include "cuda/loop/failure.cuh"
@@ -11,7 +11,7 @@
 
 namespace ark::loop {
 
-// Strides in elements. `runs`: the index holds where each matrix's rows end.
+// Strides in elements. `runs`: the index holds the end of each matrix's rows.
 struct Experts {
   int64_t rows, experts, depth;
   int64_t a_depth;
@@ -24,7 +24,7 @@ struct Experts {
 
 inline constexpr int kSeparateRows = 16;  // so few are not sorted
 
-// Where a row of each product is; `order` tells which of the user's rows.
+// The positions of each product's rows; `order` maps them to the user's rows.
 template <class AAt, class OutAt>
 struct SortedRows {
   static constexpr bool kEven = false;
@@ -36,11 +36,11 @@ struct SortedRows {
   ARK_LOOP int64_t out(int r) const { return out_at(order[r]); }
 };
 
-// Likewise where each row is a product of its own.
+// The same if each row is a separate product.
 template <class AAt, class OutAt>
 struct SeparateRows {
   static constexpr bool kEven = false;
-  const int64_t* matrices;  // where each row's begins
+  const int64_t* matrices;  // offset of each row's matrix
   AAt a_at;
   OutAt out_at;
   ARK_LOOP int64_t a(int r) const { return a_at(r); }
@@ -52,7 +52,7 @@ ARK_LOOP bool any_thread(bool x) {
   return Block::all(x, [](bool one, bool other) { return one || other; });
 }
 
-// first[e] .. first[e + 1]: where matrix e's rows are in `order`. False: an index is out of range.
+// The rows of matrix e are `order`[first[e] .. first[e + 1]). Returns false if an index is out of range.
 template <Experts s, class I, class IndexAt>
 ARK_LOOP bool order_rows(const Context& context, const I* index, IndexAt index_at, int* first, int* order) {
   constexpr int kRows = s.rows, kExperts = s.experts;
@@ -67,7 +67,7 @@ ARK_LOOP bool order_rows(const Context& context, const I* index, IndexAt index_a
     for (int p = thread(); p < kRows; p += kThreads) order[p] = p;
     return !any_thread(bad);
   } else {
-    constexpr int kEach = (kExperts + kThreads - 1) / kThreads;  // of the matrices, a thread
+    constexpr int kEach = (kExperts + kThreads - 1) / kThreads;  // matrices per thread
     int* const counts = reinterpret_cast<int*>(workspace());
     int* const sums = counts + kEach * kThreads;
     static_assert((kEach + 1) * kThreads * 4 <= kWorkspaceBytes);
@@ -110,8 +110,8 @@ ARK_LOOP bool order_rows(const Context& context, const I* index, IndexAt index_a
   }
 }
 
-// Columns [c0, c1) of all rows. `*_at` say where row p (of an index in runs: entry e) begins. `scratch` holds an int
-// for each row, for each matrix, and one more.
+// Columns [c0, c1) of all rows. The `*_at` functions return the offset of row p (with runs: of index entry e).
+// `scratch` has room for one int per row, one per matrix, and one more.
 template <Experts s, class A, class W, class I, class Out, class AAt, class IndexAt, class OutAt>
 ARK_LOOP void grouped_product(const Context& context, const A* a, const W* table, const I* index, Out* out, AAt a_at,
                               IndexAt index_at, OutAt out_at, int64_t c0, int64_t c1, char* scratch) {
@@ -131,7 +131,7 @@ ARK_LOOP void grouped_product(const Context& context, const A* a, const W* table
   if constexpr (!s.runs && s.rows <= kSeparateRows) {
     __shared__ int64_t matrices[kSeparateRows];
     bool bad = false;
-    sync();  // the use before has ended
+    sync();  // the previous use has ended
     if (thread() < s.rows) {
       const int64_t e = load_one(index + index_at(thread()));
       bad = !index_fits(context, e, s.experts);
@@ -142,16 +142,16 @@ ARK_LOOP void grouped_product(const Context& context, const A* a, const W* table
   } else {
     auto* const first = reinterpret_cast<int*>(scratch);
     int* const order = first + s.experts + 1;
-    sync();  // the use before has ended
+    sync();  // the previous use has ended
     if (!order_rows<s>(context, index, index_at, first, order)) return;
     sync();
     const int last = first[s.experts];
-    for_elements((s.rows - last) * (c1 - c0), [&](int64_t i) {  // behind the last run
+    for_elements((s.rows - last) * (c1 - c0), [&](int64_t i) {  // rows after the last run
       store_one(out + out_at(last + i / (c1 - c0)) + (c0 + i % (c1 - c0)) * s.out_column, 0.0f);
     });
     const SortedRows<AAt, OutAt> at{order, a_at, out_at};
-    // With few rows for each matrix memory is the limit; tiles of more rows in float32 leave no registers for what says
-    // where each row is.
+    // With few rows per matrix memory is the limit. In float32, larger tiles leave no registers for the rows'
+    // positions.
     constexpr int64_t kInTiles = kIsHalf<W> ? s.rows : 64;
     constexpr int kMost = least<int64_t>(s.rows, s.rows <= 8 * s.experts ? kTensorRows : kInTiles);
     int e = 0;

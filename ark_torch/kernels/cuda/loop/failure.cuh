@@ -1,8 +1,8 @@
-// How a launch ends early: an index out of range, a wait that took too long, a lost peer. The first to find one tells
-// the host (Report), and all workers leave by the abort word.
+// How a launch ends early: an index out of range, a wait that took too long, a lost peer. The first thread to find one
+// reports it to the host (Report), and all workers leave through the abort word.
 //
-// Memory order. Who claims the report by a compare-and-swap of the system's scope writes it alone, and releases
-// `failure`, which the host acquires (csrc/compiler/runtime/step_memory.cpp). The abort word is polled, and orders
+// Memory order: the thread that claims the report by a system-scope compare-and-swap is its only writer, and releases
+// `failure`, which the host acquires (csrc/compiler/runtime/step_memory.cpp). The abort word is polled and orders
 // nothing.
 #pragma once
 
@@ -18,9 +18,8 @@ ARK_LOOP unsigned long long now_ns() {
   return now;
 }
 
-// Whether a thread that waits is the one of its block to look at what the host writes: one every 16 us. A look crosses
-// the host's bus. With those of all threads of all blocks a step took 29 ms instead of 0.6 from a first long wait on:
-// they keep the bus for as long as it takes the other ranks' threads to come and look, too.
+// Whether this waiting thread is the one of its block to poll host memory, which one does every 16 us. If all threads
+// of all blocks polled, they would occupy the bus so long that steps stay slow (docs/measurements.md).
 ARK_LOOP bool is_to_look() {
   uint32* const looked = &worker().looked;
   const uint32 now = static_cast<uint32>(now_ns() >> 14), before = *const_cast<volatile uint32*>(looked);
@@ -31,7 +30,7 @@ ARK_LOOP bool aborted(const LaunchHead& head) {
   return *const_cast<const volatile uint32*>(&head.control->abort) != 0;
 }
 
-// Tells the host why this launch ends early, unless somebody else has, and makes all workers leave. By any thread.
+// Reports to the host why this launch ends early, unless another thread did, and makes all workers leave.
 static __device__ __noinline__ void report(const LaunchHead& head, Failure failure, int worker, int task, int stage,
                                            int event, int64_t value, int64_t limit, int dimension) {
   Report& report = *head.report;
@@ -46,7 +45,7 @@ static __device__ __noinline__ void report(const LaunchHead& head, Failure failu
     protocol::store_release(report.failure, static_cast<uint32>(failure));
     __threadfence_system();
   } else {
-    // Whoever was first has its report out before anybody ends the context.
+    // The first one's report must be complete before anyone ends the context.
     const unsigned long long began = now_ns();
     while (protocol::load_acquire(report.failure) == 0 && now_ns() - began < 10'000'000) {
     }
@@ -54,13 +53,13 @@ static __device__ __noinline__ void report(const LaunchHead& head, Failure failu
   *const_cast<volatile uint32*>(&head.control->abort) = 1;
 }
 
-// The same where nothing that was computed may be used.
+// The same if no results may be used.
 static __device__ __noinline__ void fail(const LaunchHead& head, Failure failure, int worker, int task, int stage,
                                          int event, int64_t value, int64_t limit, int dimension) {
   report(head, failure, worker, task, stage, event, value, limit, dimension);
-  // Ends the context as a failed assertion of an eager kernel does: results that were never computed must not be taken
-  // for some. Beside a call of a function that it does not know the assembler lets groups of warps multiply one
-  // instruction after the other (tile_group.cuh): kernels where they do end by a trap.
+  // End the context, like a failed assertion of an eager kernel: results that were never computed must not be mistaken
+  // for valid ones. Calling an unknown function would make ptxas serialize wgmma (tile_group.cuh), so kernels with warp
+  // groups trap instead.
 #if defined(ARK_LOOP_TRAPS)
   asm volatile("trap;");
 #else
@@ -71,7 +70,7 @@ static __device__ __noinline__ void fail(const LaunchHead& head, Failure failure
 #endif
 }
 
-// Of the task whose function calls it.
+// For the task whose function calls it.
 static __device__ __noinline__ void refuse(Context context, int64_t value, int64_t limit, int dimension) {
   const Worker& here = worker();
   const TaskEntry& task = context.task();
@@ -79,7 +78,7 @@ static __device__ __noinline__ void refuse(Context context, int64_t value, int64
   fail(*here.head, Failure::index_too_large, here.number, task.task, task.stage, -1, value, limit, dimension);
 }
 
-// True when the index may be used for that dimension of a table. `given` is what the user wrote for it.
+// Returns whether the index is valid for that dimension of a table. `given` is the user's value, for the message.
 ARK_LOOP bool index_fits(const Context& context, int64_t index, int64_t limit, int64_t given, int dimension) {
   if (static_cast<uint64>(index) < static_cast<uint64>(limit)) return true;
   refuse(context, given, limit, dimension);

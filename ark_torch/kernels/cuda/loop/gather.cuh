@@ -1,7 +1,7 @@
-// Copies of parts of tensors by index: rows of a table (embeddings), rows into a table (KV caches), and sums into one.
+// Indexed copies of parts of tensors: rows of a table (embeddings), rows into a table (KV caches), and sums into one.
 //
-// All that a tile copies is one flat space, spread over the threads; generated code says where a part of it lies, and
-// checks the index behind that (index_fits, launch.cuh). A thread stops at an index out of range: the launch ends in an
+// What a tile copies is one flat space, spread over the threads. Generated code computes the address of a part and
+// checks its index (index_fits, failure.cuh). A thread stops at an index out of range, and the launch ends with an
 // error.
 #pragma once
 
@@ -12,8 +12,8 @@
 
 namespace ark::loop {
 
-// `runs` runs of `length` elements, kTo and kFrom apart. place(run, to_at, from_at) says where one begins; false: there
-// is none. kAligned: all of them begin at multiples of 16 bytes, if the first does, and are adjacent.
+// `runs` runs of `length` elements with strides kTo and kFrom. place(run, to_at, from_at) computes a run's offsets and
+// returns false if there is none. kAligned: runs are contiguous, and 16-byte aligned if the first one is.
 template <int64_t kTo, int64_t kFrom, bool kAligned, class To, class From, class Place>
 ARK_LOOP void copy_runs(To* to, const From* from, uint32 runs, uint32 length, Place place) {
   using T = Plain<To>;
@@ -37,7 +37,7 @@ ARK_LOOP void copy_runs(To* to, const From* from, uint32 runs, uint32 length, Pl
   }
 }
 
-// Whether each of index(0), index(1), ... is greater than the one before: nothing is written twice then.
+// Whether index(0), index(1), ... strictly increase, so that nothing is written twice.
 template <class Index>
 ARK_LOOP bool growing(int64_t count, Index index) {
   bool grows = true;
@@ -45,9 +45,9 @@ ARK_LOOP bool growing(int64_t count, Index index) {
   return Block::all(grows, [](bool a, bool b) { return a && b; });
 }
 
-// Position after position, as sums and what is written twice need it. Columns, which differ in what is not indexed, are
-// spread over threads, and where they are few, the destinations of a column as well, by their index.
-// place(column, position, to_at, from_at) gives the index; below 0: it is left out.
+// Writes position after position, as sums and repeated positions require. Columns (what is not indexed) are spread over
+// threads, and if they are few, so are a column's destinations, by index. place(column, position, to_at, from_at)
+// returns the index; a negative one is skipped.
 template <bool kAdd, class T, class Place>
 ARK_LOOP void put_in_order(T* to, const T* from, uint32 columns, int64_t positions, Place place) {
   uint32 parts = 1;

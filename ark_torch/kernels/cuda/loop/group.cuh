@@ -1,29 +1,29 @@
-// Who works on something together: a warp, or all threads of a block; and what they put together.
+// The threads that work together, a warp or all of a block, and how they combine values.
 //
-// A task's function is called by all kThreads threads of a block, converged, with the same arguments. Shared
-// memory that functions use for themselves is workspace(); whoever has used it calls sync() before the next use.
+// All kThreads threads of a block call a task's function, converged and with the same arguments. workspace() is shared
+// memory for functions' own use; after using it, sync() must be called before the next use.
 #pragma once
 
 #include "cuda/loop/types.cuh"
 
 namespace ark::loop {
 
-inline constexpr int kWarps = 16;  // of a block; 128 registers a thread
+inline constexpr int kWarps = 16;  // per block; 128 registers per thread
 inline constexpr int kThreads = kWarps * 32;
 
-// Bytes of shared memory that a task may use as it likes: of plans that need no more
-// (csrc/compiler/schedule/workspace.hpp) the fewer, so that the first-level cache is larger.
+// Bytes of shared memory available to a task. Plans that need little (csrc/compiler/schedule/workspace.hpp) get less,
+// which leaves more first-level cache.
 inline constexpr int kSmallWorkspaceBytes = 36 * 1024;
 #if defined(ARK_LOOP_SMALL_WORKSPACE)
 inline constexpr int kWorkspaceBytes = kSmallWorkspaceBytes;
 #else
 inline constexpr int kWorkspaceBytes = 96 * 1024;
 #endif
-inline constexpr int kWorkspaceAlignment = 1024;  // tile_group.cuh needs it
-// The same in kernels where groups of warps multiply: for the ring of tiles alone, so that enough is under way.
+inline constexpr int kWorkspaceAlignment = 1024;  // required by tile_group.cuh
+// The same in kernels with warp groups: a large ring of tiles, for enough bytes in flight.
 inline constexpr int kGroupWorkspaceBytes = 192 * 1024;
 
-// Of shared memory where what a task's first half computes stays for its second
+// Bytes of shared memory that keep what a task's first half computes for its second half
 // (csrc/compiler/passes/prologue_fusion.hpp).
 inline constexpr int kKeptBytes = 8 * 1024;
 
@@ -34,7 +34,7 @@ ARK_LOOP char* workspace() {
   return dynamic_shared;
 }
 
-// Shared memory by 32 bits, where a pointer takes two registers.
+// A shared memory address in 32 bits, where a pointer would take two registers.
 ARK_LOOP uint32 shared_address(const void* at) {
   return static_cast<uint32>(__cvta_generic_to_shared(at));
 }
@@ -53,20 +53,20 @@ ARK_LOOP constexpr T least(T x, T y) {
   return x < y ? x : y;
 }
 
-// All threads of the block.
+// Barrier of all threads of the block.
 ARK_LOOP void sync() {
   __syncthreads();
 }
-// The same; what each learns is whether it holds for any.
+// The same; returns whether `holds` is true for any thread.
 ARK_LOOP bool sync_any(bool holds) {
   return __syncthreads_or(holds) != 0;
 }
 
 ARK_LOOP int thread() {
-  __builtin_assume(threadIdx.x < kThreads);  // nobody asks whether there is a column for the last thread
+  __builtin_assume(threadIdx.x < kThreads);  // avoids bounds checks for the last thread
   return static_cast<int>(threadIdx.x);
 }
-// The same, asked anew, so that nothing computed from it is kept in registers until then.
+// The same, re-read, so that registers keep nothing derived from it until then.
 ARK_LOOP int thread_anew() {
   int number;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(number));
@@ -80,7 +80,7 @@ ARK_LOOP int warp() {
   return thread() >> 5;
 }
 
-// What all lanes have alike, and so the compiler knows: a branch on it does not keep who is to meet behind it.
+// A value that is equal in all lanes, in a way that the compiler knows, so that a branch on it does not diverge.
 ARK_LOOP int uniform(int x) {
   return __reduce_min_sync(~0u, x);
 }
@@ -90,7 +90,7 @@ ARK_LOOP float shuffle_xor(float x, int mask) {
 ARK_LOOP uint32 shuffle_xor(uint32 x, int mask) {
   return __shfl_xor_sync(~0u, x, mask);
 }
-// Of the thread of that number among kLanes.
+// From thread `number` among kLanes.
 template <int kLanes>
 ARK_LOOP float shuffle_from(float x, int number) {
   return __shfl_sync(~0u, x, number, kLanes);
@@ -108,7 +108,7 @@ struct Warp {
   static ARK_LOOP int rank() { return lane(); }
   static ARK_LOOP int group() { return warp(); }
 
-  // What all threads' values combine to, in an order that never changes; all threads get it.
+  // Combines all threads' values in a fixed order; all threads get the result.
   template <class V, class Combine>
   static ARK_LOOP V all(V x, Combine combine) {
     ARK_UNROLL for (int mask = 16; mask > 0; mask >>= 1) x = combine(x, shuffle_xor(x, mask));
@@ -116,7 +116,7 @@ struct Warp {
   }
 };
 
-// The same, the first row by another warp than the first.
+// The same, with the first row on warp kFirst / 32.
 template <int kFirst>
 struct WarpFrom : Warp {
   static ARK_LOOP int group() { return (warp() + kWarps - kFirst) % kWarps; }
@@ -132,7 +132,7 @@ struct Block {
   static ARK_LOOP V all(V x, Combine combine) {
     __shared__ V parts[kWarps];
     x = Warp::all(x, combine);
-    sync();  // the use before has ended
+    sync();  // the previous use has ended
     if (lane() == 0) parts[warp()] = x;
     sync();
     V result = parts[0];
@@ -151,7 +151,7 @@ struct Warps4 {
   static ARK_LOOP V all(V x, Combine combine) {
     __shared__ V parts[kWarps];
     x = Warp::all(x, combine);
-    sync_four();  // the use before has ended
+    sync_four();  // the previous use has ended
     if (lane() == 0) parts[warp()] = x;
     sync_four();
     const V* const own = parts + group() * (kSize / 32);
@@ -164,16 +164,16 @@ struct Warps4 {
   static ARK_LOOP void sync_four() {
     asm volatile("bar.sync %0, %1;" ::"r"(kFirstBarrier + group()), "n"(kSize) : "memory");
   }
-  static constexpr int kFirstBarrier = 8;  // of four that nobody else uses
+  static constexpr int kFirstBarrier = 8;  // four barriers that nothing else uses
 };
 
-// Every element of 0 .. count, each by one thread, from that thread on.
+// Elements 0 .. count, one thread each, starting with thread kFirst.
 template <int kFirst = 0, class Body>
 ARK_LOOP void for_elements(int64_t count, Body body) {
   ARK_ROLLED for (int64_t i = (thread() + kThreads - kFirst) % kThreads; i < count; i += kThreads) body(i);
 }
 
-// The same by blocks of kTurns elements a thread: what is asked for first is under way together.
+// The same in blocks of kTurns elements per thread, so that their loads are in flight together.
 template <int kTurns, class Body>
 ARK_LOOP void for_blocks(int64_t count, Body body) {
 #pragma unroll 1
@@ -187,7 +187,7 @@ ARK_LOOP void for_turns(int64_t first, int64_t past, Body body) {
   }
 }
 
-// Rows 0 .. count, each by one Group.
+// Rows 0 .. count, one Group each.
 template <class Group, class Body>
 ARK_LOOP void for_rows(int64_t count, Body body) {
   for (int64_t i = Group::group(); i < count; i += Group::kGroups) body(i);
@@ -199,7 +199,7 @@ ARK_LOOP void for_columns(int64_t count, Body body) {
   for (int64_t i = Group::rank(); i < count; i += Group::kSize) body(i);
 }
 
-// The same for at most kTurns columns a thread, numbered: what a pass keeps of them for the next stays in registers.
+// The same for at most kTurns columns per thread, numbered, so that a pass can keep them in registers for the next.
 template <class Group, int kTurns, class Body>
 ARK_LOOP void for_columns(int64_t count, Body body) {
   ARK_UNROLL for (int turn = 0; turn < kTurns; ++turn) {

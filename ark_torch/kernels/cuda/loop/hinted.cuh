@@ -1,10 +1,9 @@
-// Loads and stores that tell caches what becomes of the bytes: the plan chooses
-// (csrc/compiler/passes/cache_policy.hpp).
+// Loads and stores with cache hints, as chosen by the plan (csrc/compiler/passes/cache_policy.hpp).
 //
-// The second-level cache is told by a policy in a register, which is made where it is used (createpolicy, compute
-// capability 8.0), the first-level cache by the instruction. A hint changes no bit and no order: loads are as weak as
-// plain ones, and seen behind the same waits. Loads are volatile, so that none moves over a barrier; stores clobber
-// memory, so that no plain load or store moves over them.
+// The second-level cache takes its policy from a register, created where it is used (createpolicy, compute capability
+// 8.0), the first-level cache from the instruction. A hint changes no bit and no order: the loads are weak like plain
+// ones. They are volatile, so that none moves across a barrier; the stores clobber memory, so that no plain access
+// moves across them.
 #pragma once
 
 #include "cuda/loop/types.cuh"
@@ -15,13 +14,13 @@ enum class Cache : uint8_t { normal, evict_first, evict_last, no_allocate };
 
 #if defined(__CUDACC__)
 
-// An element of T, of which the type of a pointer says what caches do with it.
+// An element of T whose pointer type carries the cache policy.
 template <class T, Cache kCache>
 struct Hinted {
   T element;
 };
 
-// For the second-level cache. kOnce: made here alone, for all that follows.
+// A policy for the second-level cache. kOnce: created once and used for all that follows.
 template <Cache kCache, bool kOnce = false>
 ARK_LOOP uint64 cache_policy() {
   static_assert(kCache == Cache::evict_first || kCache == Cache::evict_last);
@@ -37,7 +36,7 @@ ARK_LOOP uint64 cache_policy() {
   return policy;
 }
 
-// What `type` (b8, b16, b32, b64, v4.b32) loads into, and stores from, `...`: operands %0 on.
+// `type` (b8, b16, b32, b64, v4.b32) is loaded to, or stored from, the operands `...`, starting at %0.
 #define ARK_HINTED_LOAD(type, registers, address, policy, ...)                                                 \
   if constexpr (kCache == Cache::evict_first)                                                                  \
     asm volatile("ld.global.L1::no_allocate.L2::cache_hint." type " " registers ", [" address "], " policy ";" \
@@ -84,7 +83,7 @@ struct HintedWord<kCache, 16> {
 };
 #undef ARK_HINTED_LOAD
 
-// A type of 1, 2, 4, 8 or 16 bytes, aligned to them.
+// A type of 1, 2, 4, 8 or 16 bytes, aligned to its size.
 template <Cache kCache, class T>
 ARK_LOOP T load_hinted(const void* from) {
   HintedWord<kCache, sizeof(T)> word;
@@ -124,7 +123,7 @@ ARK_LOOP void store_hinted(void* to, const T& x) {
 }
 #undef ARK_HINTED_STORE
 
-// Bytes of a T where elements lie, plain or hinted.
+// The bytes of a T at elements that are plain or hinted.
 template <class T, class Element>
 ARK_LOOP T load_bytes(const Element* from) {
   return *reinterpret_cast<const T*>(from);
@@ -142,7 +141,7 @@ ARK_LOOP void store_bytes(Hinted<Element, kCache>* to, const T& x) {
   store_hinted<kCache>(to, x);
 }
 
-// What an element is, hinted or not.
+// The type of an element, without the hint.
 template <class T>
 struct PlainOf {
   using Type = T;

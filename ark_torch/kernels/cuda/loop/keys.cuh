@@ -1,14 +1,14 @@
-// Keys to sort rows by: the order of the numbers, NaN greatest, then the place in the row, the lowest first.
+// Keys to sort rows by: the order of the numbers, with NaN greatest, then their position in the row, lowest first.
 //
-// No two keys of a row are equal, so what a sort gives does not depend on how it is done. The first in order is the
-// greatest key; the least of all keys stands for no element.
+// No two keys of a row are equal, so the result does not depend on the sorting algorithm. The greatest key comes first;
+// the least possible key stands for no element.
 #pragma once
 
 #include "cuda/loop/ops.cuh"
 
 namespace ark::loop {
 
-// The order of numbers as the order of unsigned integers.
+// Maps the order of numbers to that of unsigned integers.
 ARK_LOOP uint32 ordered(float x) {
   if (x != x) return 0xffffffffu;
   const uint32 bits = bits_as<uint32>(x == 0.0f ? 0.0f : x);  // the two zeros are equal
@@ -30,7 +30,7 @@ ARK_LOOP uint32 ordered(f16 x) {
   return ordered(widen(x));
 }
 
-// Of numbers of 64 bits.
+// For 64-bit numbers.
 struct WideKey {
   uint64 order, rest;
   ARK_LOOP bool operator<(const WideKey& other) const {
@@ -47,7 +47,7 @@ struct KeyOf<int64_t> {
   using type = WideKey;
 };
 
-// kLargest: the greatest number has the greatest key; else the least.
+// kLargest: the largest number has the greatest key; else the smallest.
 template <bool kLargest, class T>
 ARK_LOOP auto key_of(T x, uint32 place) {
   auto order = ordered(x);
@@ -64,7 +64,7 @@ ARK_LOOP uint32 place_of(const WideKey& key) {
   return ~static_cast<uint32>(key.rest);
 }
 
-// The key of a lane of `kWidth` adjacent ones.
+// The key of a lane, among `kWidth` adjacent ones.
 template <int kWidth>
 ARK_LOOP uint64 key_from(uint64 key, int lane) {
   return __shfl_sync(~0u, key, lane, kWidth);
@@ -74,7 +74,7 @@ ARK_LOOP WideKey key_from(const WideKey& key, int lane) {
   return {__shfl_sync(~0u, key.order, lane, kWidth), __shfl_sync(~0u, key.rest, lane, kWidth)};
 }
 
-// Sorts `count` keys, a power of two, by all threads: the greatest first (Batcher's bitonic sort).
+// Sorts `count` keys (a power of two) by all threads, greatest first (Batcher's bitonic sort).
 template <class Key>
 ARK_LOOP void sort_keys(Key* keys, uint32 count) {
   sync();
@@ -88,7 +88,7 @@ ARK_LOOP void sort_keys(Key* keys, uint32 count) {
           keys[low + apart] = a;
         }
       }
-      // A warp's 32 pairs are 64 neighbours while they are at most 32 apart: nobody else touches them.
+      // At distances up to 32, a warp's 32 pairs are 64 adjacent keys that no other warp touches.
       const uint32 next = apart > 1 ? apart / 2 : size;
       if (apart > 32 || next > 32)
         sync();

@@ -1,14 +1,14 @@
-// Few rows: how a product's depth is spread over a block's threads, and how their sums come together.
+// Products of few rows: how the depth is split over a block's threads, and how their partial sums are combined.
 //
-// Both by the product's depth and types alone, never by the tile: an element's sum has one order.
+// Both depend only on the product's depth and types, never on the tile: an element's sum has one order.
 #pragma once
 
 #include "cuda/loop/product.cuh"
 
 namespace ark::loop {
 
-// A slice of the depth is what one warp keeps of a. Warps take `slices` of them side by side, `passes` times; as many
-// groups of warps as there is room for take columns of their own.
+// One warp keeps a slice of the depth of a. Warps take `slices` of them at once, `passes` times. The remaining warps
+// form further groups, `groups` in all, each with columns of its own.
 struct DepthSplit {
   int slices, passes, groups;
 };
@@ -19,8 +19,8 @@ ARK_LOOP constexpr DepthSplit split_k(int64_t depth, int slice) {
   return {static_cast<int>(slices), static_cast<int>(passes), static_cast<int>(kWarps / slices)};
 }
 
-// Adds up kCount values over the lanes that differ in the bits kFrom .. kTo of their number. Lane l gets the sum of
-// value l / kFrom' ... of the bits' highest ones; where values are fewer than lanes several have the same.
+// Adds up kCount values over the lanes whose numbers differ in bits kFrom .. kTo. These bits of a lane, from the
+// highest down, select the value whose sum it gets; with fewer values than lanes, several lanes get the same one.
 template <int kFrom, int kTo, int kCount>
 ARK_LOOP float fold_lanes(const float (&values)[kCount]) {
   if constexpr (kCount == 1) {
@@ -39,8 +39,7 @@ ARK_LOOP float fold_lanes(const float (&values)[kCount]) {
   }
 }
 
-// kCount elements of a row of a, from depth d (a multiple of that) on, as float32; zeros where none are wanted, and
-// behind the end.
+// kCount elements of a row of a from depth d (a multiple of kCount), as float32; zeros if not wanted or after the end.
 template <int kCount, class A>
 ARK_LOOP void load_run(const Product& s, const A* row, int d, bool wanted, float (&to)[kCount]) {
   constexpr int kEach = kPerChunk<A>;
@@ -57,8 +56,8 @@ ARK_LOOP void load_run(const Product& s, const A* row, int d, bool wanted, float
   }
 }
 
-// Sums of slices in shared memory, of `lines` (each row of each segment) times columns. Lines are 8 words of banks
-// apart, where four of them are written at once.
+// Sums of slices in shared memory: `lines` (each row of each segment) times columns. Lines are offset by 8 words, since
+// four of them are written at once.
 struct Parts {
   float* data;
   int line_words, width;
@@ -67,8 +66,8 @@ struct Parts {
   ARK_LOOP float* at(int line, int slice, int column) const {
     return data + line * line_words + slice * width + column;
   }
-  // The same, of which nothing can have been computed before: what adds up slices needs their places, and what makes
-  // them all registers.
+  // A copy from which the compiler cannot precompute anything. The code that adds up slices needs their addresses,
+  // while the code that makes them needs all registers.
   ARK_LOOP Parts anew() const {
     Parts same = *this;
     asm volatile("" : "+r"(same.line_words), "+r"(same.width));
@@ -76,8 +75,7 @@ struct Parts {
   }
 };
 
-// A tensor core's sums of 16 rows x 8 columns into a slice, from `column` on; to what is there, unless it is the first
-// pass over the depth.
+// Adds a tensor core's sums of 16 rows x 8 columns to a slice from `column` on, or stores them if `first`.
 template <int Rows>
 ARK_LOOP void add_octet(const Parts& parts, int lane, int slice, int column, bool first, const float (&sums)[4]) {
   ARK_UNROLL for (int half = 0; half < 2; ++half) {
@@ -104,9 +102,8 @@ struct OneRun {
   ARK_LOOP int left(int c) const { return c1 - c; }
 };
 
-// Columns [c0, c1) of `segments` products of `Rows` rows each (`rows` of them are meant): `add` makes sums of slices of
-// a run of columns in whole batches, which are put together here, and `finish` gets each with its row's number and its
-// column.
+// Columns [c0, c1) of `segments` products of `Rows` rows each, of which `rows` are used. `add` computes sums of slices
+// for whole batches of columns. They are combined here, and `finish` gets each sum with its line and column.
 template <int Rows, class Add, class Finish>
 ARK_LOOP void in_slices(int rows, int segments, int c0, int c1, int slices, int batch_columns, Add add, Finish finish) {
   constexpr int kWords = kWorkspaceBytes / 4;
@@ -122,7 +119,7 @@ ARK_LOOP void in_slices(int rows, int segments, int c0, int c1, int slices, int 
       sync();
       const Parts made = parts.anew();
       for (int i = thread_anew(); i < count * Rows * columns; i += kThreads) {
-        const int line = Rows == 1 && count == 1 ? 0 : i / columns;  // single rows do without a division
+        const int line = Rows == 1 && count == 1 ? 0 : i / columns;  // single rows need no division
         const int column = i - line * columns;
         if (line % Rows >= rows) continue;
         float sum = *made.at(line, 0, column);

@@ -1,19 +1,18 @@
-// What a worker's next tasks are, in shared memory before their turn: each step reads each entry of the plan's tables
-// once, from where weights have driven it out of the second-level cache, and one entry says where the next lies.
+// Brings a worker's next tasks to shared memory ahead of their turn. Each step reads each table entry of the plan once,
+// after weights have evicted it from the second-level cache, and one entry leads to the next.
 //
-// The last warps, the clerks, do it for three tasks at once: of the one three places on the entry is copied, of the one
-// two places on what the entry refers to, and of the next one is found where the operands lie. Each has one of these
-// errands, so that the block waits for the longest and not for all. They do it before a task (ahead()) and have the
-// copies at the task's end (landed(), before the block's sync(), behind which all threads see them). What does not fit
-// into a slot is read from the tables.
+// The last warps work ahead on three tasks at once: they copy the entry of the task three places ahead, copy what the
+// entry two places ahead refers to, and compute the operands' addresses of the next one. Each warp has one of these
+// errands, so the block waits only for the longest. They start before a task (ahead()) and finish at its end (landed(),
+// before the sync() that publishes the copies). What does not fit into a slot is read from the tables.
 #pragma once
 
 #include "cuda/loop/task.cuh"
 
 namespace ark::loop {
 
-inline constexpr int kMostOperands = 64;  // of a task
-inline constexpr int kEntries = 8;        // that are kept; five are needed, and eight are counted without a division
+inline constexpr int kMostOperands = 64;  // per task
+inline constexpr int kEntries = 8;        // kept at once; five are needed, and eight avoid a division
 inline constexpr int kSlotOperands = 16, kSlotWaits = 8, kSlotSignals = 8, kSlotLoads = 4;
 
 #if defined(__CUDACC__)
@@ -27,10 +26,10 @@ struct TaskSlot {
 
 struct Lookahead {
   TaskEntry entries[kEntries];
-  TaskSlot slots[4];  // the last task's is still read (its signals) when one is written
+  TaskSlot slots[4];  // the previous task's slot is still read (its signals) while one is written
   char* addresses[2][kSlotOperands];
-  bool aligned[2];            // all that shall be
-  char* many[kMostOperands];  // of a task whose operands do not fit
+  bool aligned[2];            // all operands that should be
+  char* many[kMostOperands];  // for a task whose operands do not fit
 };
 
 // `count` of them, by the lanes of a warp, kBytes (4, 8, 16) at a time.
@@ -46,7 +45,7 @@ ARK_LOOP void copy_ahead(int lane, T* to, const T* from, int count) {
   }
 }
 
-// An operand that shall be aligned and is not.
+// An operand that should be aligned and is not.
 ARK_LOOP bool is_misaligned(const Operand& one, const char* at) {
   return one.aligned != 0 && (reinterpret_cast<uint64>(at) & 15) != 0;
 }
@@ -55,9 +54,9 @@ template <class Plan>
 struct Prefetcher {
   Lookahead& to;
   char* const* bases;
-  int self, count;  // the thread's number; the tasks of the queue
+  int self, count;  // the thread's number; the number of tasks in the queue
 
-  // Of this warp: the last one's is 0. Others have kErrands or more.
+  // This warp's errand: 0 for the last warp. Warps with kErrands or more have none.
   static constexpr int kErrands = 5;
   ARK_LOOP int errand() const { return kWarps - 1 - self / 32; }
   ARK_LOOP int lane() const { return self % 32; }
@@ -96,7 +95,7 @@ struct Prefetcher {
     const bool aligned = __any_sync(~0u, misaligned) == 0;
     if (lane() == 0) to.aligned[position % 2] = aligned;
   }
-  // By all threads, before the first task.
+  // Called by all threads, before the first task.
   ARK_LOOP void begin() const {
     const int mine = errand();
     if (mine == 0) ARK_ROLLED for (int position = 0; position < 3; ++position) entry(position);
@@ -112,7 +111,7 @@ struct Prefetcher {
     if (mine == 0) resolve(0);
     sync();
   }
-  // While the task at `position` waits and runs.
+  // Called while the task at `position` waits and runs.
   ARK_LOOP void ahead(int position) const {
     const int mine = errand();
     if (mine >= kErrands) return;
@@ -123,7 +122,8 @@ struct Prefetcher {
     if (mine == 4) resolve(position + 1);
   }
   static ARK_LOOP void landed() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-  // Where the operands of the task at `position` lie, and whether as they shall. By all threads, behind a sync().
+  // The operands' addresses of the task at `position`, and whether they are aligned as needed. Called by all threads,
+  // after a sync().
   struct Found {
     Operands operands;
     bool aligned;
@@ -142,7 +142,7 @@ struct Prefetcher {
   }
 };
 
-// Where the `count` of a task lie: in its slot if they fit.
+// The address of a task's `count` items: in its slot if they fit.
 template <class T>
 ARK_LOOP const T* in_slot(const T* slot, int fitting, const T* table, int first, int count) {
   return count <= fitting ? slot : table + first;

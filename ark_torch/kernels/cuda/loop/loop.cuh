@@ -1,33 +1,9 @@
-// The loop kernel: one block an SM runs its queue of tasks from the plan's tables, once through each step.
+// The loop kernel: one block per SM runs its queue of tasks from the plan's tables, once per step.
 //
-// All threads run a task together: wait for its events, call its function, bump its events. Before they wait they ask
-// for the parameters of tasks to come, as the plan's tables say (csrc/compiler/emit/common/emit_tables.hpp), to be
-// brought into the second-level cache: memory streams while tasks wait for each other.
-//
-// Memory order. A task's stores come before the barrier sync(), behind which a thread bumps the task's events by a
-// release at GPU scope: stores of all threads of the block happen before it (barriers and releases are cumulative in
-// PTX's model). A wait is an acquire load by one thread and a sync() that all others pass; what they load then is what
-// was stored, also past the first-level cache, which an acquire empties. A bump is a read-modify-write: all bumps of an
-// event form one release sequence. Events only grow: step s waits for s * threshold (modulo 2^32, compared by their
-// difference), so nothing is reset. Which step it is each worker counts for itself in device memory, so that a launch
-// captured in a graph goes on where the one before ended. Launches on one stream are ordered by the stream; launches
-// that may overlap have memory of their own (csrc/compiler/runtime/step_memory.hpp).
-//
-// Small results may be polled themselves instead (packets.cuh): for those nothing is awaited or bumped here.
-//
-// Many steps a launch (resident mode, multi-step plans): all workers meet between two steps, at an event that the last
-// task of each bumps, so a step sees all of the one before, as the next launch would. Each worker has looked by itself
-// whether the graph says stop. Whether the host does, one worker asks when it begins a step, and leaves the answer
-// where the others look when they have met: all end after the same step.
-//
-// Nothing hangs. All blocks are resident at once (a cooperative launch of one block an SM), so work of others on the
-// GPU delays a launch, or the end of it, but nobody waits for a block that cannot start. The plan's validator has found
-// that every wait can be met. A spin polls the abort word, and ends after the launch's limit with a report. Two loop
-// kernels at once, of one priority: the device starts all blocks of the one before those of the other, as
-// tests/gpu/test_compile_streams.py saw it do. Were one of higher priority, its blocks could come before the last ones
-// of a kernel that holds a part of the SMs already, and wait for those SMs in turn. So launches are of one priority,
-// whatever their stream's (LaunchMode::cooperative), which a node of a graph keeps: an event between the streams would
-// order launches, but not the replays of graphs.
+// All threads run a task together: wait for its events, call its function, signal its events. Before waiting they issue
+// the prefetches of later tasks' parameters to the second-level cache, as listed in the plan's tables
+// (csrc/compiler/emit/common/emit_tables.hpp), so that memory streams while tasks wait for each other. Small results
+// may be polled instead of awaited (packets.cuh).
 #pragma once
 
 #include "cuda/loop/event.cuh"
@@ -36,22 +12,44 @@
 
 namespace ark::loop {
 
+// Memory order. A task's stores precede the barrier sync(), after which one thread signals the task's events by a
+// release at GPU scope. All threads' stores happen before it, as barriers and releases are cumulative in PTX's model. A
+// wait is an acquire load by one thread, and a sync() that all others pass; later loads see what was stored, also in
+// the first-level cache, which an acquire invalidates. A signal is a read-modify-write, so all signals of an event form
+// one release sequence. Events only grow: step s waits for s * threshold (modulo 2^32, compared by difference), so
+// nothing is reset. Each worker counts steps in device memory, so a captured launch continues where the last one ended.
+// The stream orders launches on it; launches that may overlap have separate memory
+// (csrc/compiler/runtime/step_memory.hpp).
+//
+// Many steps per launch (resident mode, multi-step plans): all workers meet between steps, at an event that each one's
+// last task signals, so a step sees all of the one before, as the next launch would. Each worker reads by itself
+// whether the graph says stop. One worker asks whether the host does, at the start of a step, and publishes the answer
+// for when all have met, so all end after the same step.
+//
+// No deadlock. All blocks are resident (a cooperative launch of one block per SM), so other work on the GPU can only
+// delay a launch. The validator has checked that every wait can be met. Spins poll the abort word, and end after the
+// launch's limit with a report. For two concurrent loop kernels of equal priority, the device starts all blocks of one
+// before those of the other (tests/gpu/test_compile_streams.py). With unequal priorities, blocks of the second could be
+// placed before the last ones of the first, and each would wait for SMs that the other holds. So all launches have one
+// priority, whatever their stream's (LaunchMode::cooperative), also as nodes of a graph. An event between streams would
+// order launches, but not replays of graphs.
+
 struct QueueEntry {
-  int tasks, task_count;  // first in the table, and how many
+  int tasks, task_count;  // index of the first one in the table, and their number
 };
 
 #if defined(__CUDACC__)
 
-inline constexpr int kLine = 128;  // bytes that one prefetch brings
+inline constexpr int kLine = 128;  // bytes per prefetch instruction
 
-// What the threads of a block tell each other, and what each keeps for itself while a task's function runs.
+// What a block's threads share, and what each keeps while a task's function runs.
 template <int kPointers>
 struct Shared {
   Lookahead ahead;
   Bases<kPointers> bases;
   int leave;                // the launch ends early
   bool stop;                // no step follows
-  int positions[kThreads];  // in the queue; each thread's own, as some are still at a task when others have left it
+  int positions[kThreads];  // in the queue; one per thread, as some are still at a task that others have left
 };
 template <int kPointers>
 ARK_LOOP Shared<kPointers>& shared() {
@@ -59,9 +57,9 @@ ARK_LOOP Shared<kPointers>& shared() {
   return now;
 }
 
-// Asks for what tasks to come read of parameters. By all threads. Where the bulk copy engine does it (compute
-// capability 9.0) one warp tells it, a lane each piece, and goes on; it leaves out what is not 16-byte aligned, which
-// is loaded in its turn.
+// Issues prefetches of later tasks' parameters. Called by all threads. With the bulk copy engine (compute capability
+// 9.0) one warp issues them, one run per lane, and continues; it skips runs that are not 16-byte aligned, which tasks
+// then load themselves.
 ARK_LOOP bool fetches(int self) {
 #if __CUDA_ARCH__ >= 900
   return self / 32 == kWarps / 4;
@@ -97,9 +95,8 @@ ARK_LOOP void fetch(int self, char* const* bases, const LoadEntry* loads, int co
   }
 }
 
-// Returns when all of a task's events are there; false when the launch ends early. Each is awaited by a thread of its
-// own, so that they are under way together. Without any the threads need not meet: they did at the end of the task
-// before.
+// Returns when all of a task's events have been signalled, or false if the launch ends early. Each event has its own
+// thread, so that the waits run concurrently. Without events there is no barrier: the last task ended with one.
 ARK_LOOP bool await_all(int self, const TaskEntry& task, const TaskSlot& slot) {
   if (task.wait_count == 0) return true;
   const WaitFor* const waits = in_slot(slot.waits, kSlotWaits, worker().waits, task.waits, task.wait_count);
@@ -108,7 +105,7 @@ ARK_LOOP bool await_all(int self, const TaskEntry& task, const TaskSlot& slot) {
   return !sync_any(late);
 }
 
-// By one warp, and not by the one that waits for the next task's events: a release takes its time.
+// One warp signals, a different one from that which waits for the next task's events, since a release takes time.
 ARK_LOOP void bump_all(int self, const TaskEntry& task, const TaskSlot& slot) {
   if (self / 32 != kWarps / 2) return;
   const int* const signals = in_slot(slot.signals, kSlotSignals, worker().signals, task.signals, task.signal_count);
@@ -121,9 +118,9 @@ ARK_LOOP void stamp(int self, const TaskEntry& task, unsigned long long Stamp::*
   if (Stamp* const stamps = worker().stamps; stamps != nullptr) stamps[task.task].*when = now_ns();
 }
 
-// What a task's function is called with.
+// The arguments for a task's function.
 struct Turn {
-  int function;  // kStepDone, kLeave: none; from Plan::kFunctions on: those of operands that are not aligned
+  int function;  // kStepDone, kLeave: no function; from Plan::kFunctions on: variants for misaligned operands
   Context context;
   Operands operands;
 };
@@ -135,13 +132,13 @@ ARK_LOOP Prefetcher<Plan> prefetcher_of(int self) {
   return {here.ahead, here.bases.at, self, read_now(worker().task_count)};
 }
 
-// Whether it is the thread that asks and tells the host about steps.
+// Whether this is the thread that exchanges the step's state with the host.
 template <class Plan>
 ARK_LOOP bool leads(int self) {
   return read_now(worker().number) == Plan::kLeader && self == 0;
 }
 
-// Notes how many steps there were.
+// Records the number of steps.
 template <class Plan>
 ARK_LOOP void end_launch(int self) {
   if (self != 0) return;
@@ -151,11 +148,10 @@ ARK_LOOP void end_launch(int self) {
   if (Plan::kClosing >= 0 && leads<Plan>(self)) write_now(head.report->steps, step - read_now(worker().before));
 }
 
-// Ends the task whose function has returned, and comes to the next: it returns when that one may run. Behind the last
-// one of a single step it ends the launch: threads that need not meet again keep nothing for it.
+// Ends the task whose function has returned, and returns the next one when it may run. After the last task of a single
+// step it ends the launch, so that threads need not meet again or keep any state for it.
 //
-// A function of its own, as tasks' are, which each need all registers: the loop that calls them in turn needs none
-// meanwhile.
+// Not inlined, like the tasks' functions, which each need all registers: the loop that calls them keeps none.
 template <class Plan, int kPointers>
 static __device__ __noinline__ Turn next_task() {
   Shared<kPointers>& here = shared<kPointers>();
@@ -194,7 +190,7 @@ static __device__ __noinline__ void begin_step() {
   shared<kPointers>().positions[thread()] = -1;
 }
 
-// False when the launch ends early.
+// Returns false if the launch ends early.
 template <class Plan, int kPointers>
 ARK_LOOP bool run_step() {
   begin_step<Plan, kPointers>();
@@ -246,7 +242,7 @@ ARK_LOOP void run_loop(const Launch<kPointers>& launch) {
     const WaitFor all{Plan::kClosing, static_cast<uint32>(Plan::kClosers)};
     if (sync_any(thread_anew() == 0 && !await(all, step, *worker().tasks))) return;
     if (read_now(head.control->last) == step) break;
-    if (thread_anew() == 0) write_now(worker().step, step + 1);  // which tasks ask for behind the next sync()
+    if (thread_anew() == 0) write_now(worker().step, step + 1);  // tasks read it after the next sync()
   }
   end_launch<Plan>(thread_anew());
 }

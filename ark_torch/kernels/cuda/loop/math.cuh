@@ -1,9 +1,9 @@
-// Elementary functions of one float32.
+// Elementary functions of one float32 number.
 //
-// CUDA's own where they are within 2 units of the last place or a little more (expf 1, logf 1, tanhf 1, erff 2 by its
-// manual; powf, erfcf and the inverse hyperbolic ones 3 or 4, which is what PyTorch has on a GPU): expf is a range
-// reduction in two fused steps and one ex2, so nothing of our own would be faster. Sine, cosine and tangent are not
-// CUDA's: those keep an array in local memory for large angles.
+// They are CUDA's own where these are within about 2 ulp (expf 1, logf 1, tanhf 1, erff 2 by the manual; powf, erfcf
+// and the inverse hyperbolic ones 3 or 4, as in PyTorch on a GPU). expf is a range reduction in two fused steps and one
+// ex2, so nothing could be faster. Sine, cosine and tangent are implemented here, since CUDA's keep an array in local
+// memory for large angles.
 #pragma once
 
 #include "cuda/loop/types.cuh"
@@ -41,7 +41,7 @@ ARK_CUDA_FUNCTION(trunc)
 ARK_LOOP Floats rsqrt(Floats x) {
   return 1.0f / ::sqrtf(x);
 }
-// To the even one of two that are as near.
+// Rounds halves to even.
 ARK_LOOP Floats round(Floats x) {
   return ::rintf(x);
 }
@@ -66,9 +66,9 @@ ARK_LOOP Floats sigmoid(Floats x) {
   return (x < 0.0f ? e : 1.0f) / (1.0f + e);
 }
 
-// 1 + erf(x) within 5e-7, where 16 bits are kept of what is made of it; where x is negative (a GELU's tail) within a
-// part in 1,500 of itself to x = -3, in 400 to -3.9. Half as many instructions as CUDA's erf (Abramowitz and Stegun,
-// Handbook of Mathematical Functions, 7.1.26, which approximates 1 - erf).
+// 1 + erf(x) within 5e-7, for results that keep 16 bits. For negative x (a GELU's tail) the relative error is 1/1,500
+// down to x = -3, and 1/400 to -3.9. Takes half as many instructions as CUDA's erf (Abramowitz and Stegun, Handbook of
+// Mathematical Functions, 7.1.26, which approximates 1 - erf).
 ARK_LOOP Floats one_plus_erf_for_halves(Floats x) {
   float t, power;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(t) : "f"(__fmaf_rn(0.3275911f, ::fabsf(x), 1.0f)));
@@ -81,25 +81,25 @@ ARK_LOOP Floats one_plus_erf_for_halves(Floats x) {
   return x < 0.0f ? rest : 2.0f - rest;
 }
 
-// ---- Of angles
+// ---- Functions of angles
 
-// x = turns * pi/2 + rest, |rest| <= pi/4. In double, so that rotary embeddings at any position keep all their bits.
+// x = turns * pi/2 + rest, |rest| <= pi/4. Computed in double, so that rotary embeddings keep all bits at any position.
 struct Quarter {
   float rest;
   int turns;  // modulo 4
 };
 
-// Words of 2/pi behind its binary point, the first of them 0 as what stands before it.
+// The fraction of 2/pi in words; the first word, 0, is the integer part.
 static __constant__ uint32 kTwoOverPi[8] = {0,           0xa2f9836eu, 0x4e441529u, 0xfc2757d1u,
                                             0xf534ddc0u, 0xdb629599u, 0x3c439041u, 0xfe5163abu};
 
-// Of angles of 2^20 and more: what of 2/pi times x counts modulo 4, as a number of 96 bits (Payne and Hanek).
+// For angles of 2^20 and more: the part of 2/pi times x that matters modulo 4, as a 96-bit number (Payne and Hanek).
 ARK_LOOP Quarter quarter_turns_far(float x) {
   const uint32 bits = bits_as<uint32>(x);
-  const int exponent = static_cast<int>(bits >> 23 & 0xff) - 150;  // x = m 2^exponent, -3 or more
-  if (exponent == 105) return {kNan, 0};                           // infinite, or none
+  const int exponent = static_cast<int>(bits >> 23 & 0xff) - 150;  // x = m 2^exponent, exponent >= -3
+  if (exponent == 105) return {kNan, 0};                           // infinite or NaN
   const uint64 m = bits & 0x7fffffu | 0x800000u;
-  // The 96 bits from the one that 2^exponent makes a 2 of on; it is bit `first` of the table.
+  // The 96 bits whose first one, bit `first` of the table, has the weight 2 after multiplication by 2^exponent.
   const int first = exponent + 30, word = first >> 5, shift = first & 31;
   const uint32 a = __funnelshift_l(kTwoOverPi[word + 1], kTwoOverPi[word], shift),
                b = __funnelshift_l(kTwoOverPi[word + 2], kTwoOverPi[word + 1], shift),
@@ -141,7 +141,7 @@ ARK_LOOP Floats sin(Floats x) {
 ARK_LOOP Floats cos(Floats x) {
   return sine_or_cosine(x, 1);
 }
-// The polynomial is Cephes'.
+// The polynomial is from Cephes.
 ARK_LOOP Floats tan(Floats x) {
   const Quarter q = quarter_turns(x);
   const float r = q.rest, z = r * r;

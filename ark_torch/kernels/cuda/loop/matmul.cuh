@@ -1,10 +1,10 @@
-// Matrix products of a tile: out[r, c] = sum over d of a[r, d] b[d, c] (+ bias[r, c]), accumulated in float32, rounded
-// once. Which kernel computes an element depends on shapes, strides, alignment and types alone, and each adds up in one
-// order: bits depend neither on how a stage was cut into tiles nor on how many rows of it are meant.
+// Matrix products of a tile: out[r, c] = sum over d of a[r, d] b[d, c] (+ bias[r, c]), accumulated in float32 and
+// rounded once. The kernel depends only on shapes, strides, alignment and types, and each kernel adds in one order:
+// bits depend neither on the cut into tiles nor on how many rows are used.
 //
-// Few rows: matvec.cuh, matvec_across.cuh, matvec_tensor.cuh. Many: tile_ring.cuh, halves by tensor cores, float32
-// plainly; where the plan has chosen the tiles' shape, aligned halves by groups of warps if the architecture has that.
-// Rare mixtures of types: one by one.
+// Few rows: matvec.cuh, matvec_across.cuh, matvec_tensor.cuh. Many rows: tile_ring.cuh, with tensor cores for half
+// types, plain code for float32, and warp groups for aligned half types if the plan has chosen a tile shape and the
+// architecture has them. Rare mixtures of types: element by element.
 #pragma once
 
 #include "cuda/loop/matvec.cuh"
@@ -14,11 +14,11 @@
 
 namespace ark::loop {
 
-// Whether 16 bytes of a column at a time are all of it.
+// Whether columns consist of whole 16-byte chunks.
 template <Product s, class B>
 inline constexpr bool kDotsByChunk = s.b_depth == 1 && s.depth % kPerChunk<B> == 0 && s.b_aligned;
 
-// A thread keeps its part of these rows in 32 registers.
+// A thread keeps its part of this many rows in 32 registers.
 template <class B>
 inline constexpr int64_t kFewRows = 32 / kPerChunk<B>;
 
@@ -32,7 +32,7 @@ ARK_LOOP void few_rows(const At& at, const A* a, const B* b, Out* out, const Bia
     dot_columns<MostRows, kDotsByChunk<s, B>, s.b_cache>(s, at, a, b, out, bias, r0, rows, segments, c0, c1);
 }
 
-// Layouts that copies and tensor cores know: adjacent along the depth, or, halves, across it.
+// Layouts that copies and tensor cores support: contiguous along the depth, or, for half types, across it.
 template <Product s, class At, class T>
 inline constexpr bool kRowsAcross = s.a_depth != 1 && s.a_row == 1 && At::kEven&& kIsHalf<T>;
 template <Product s, class T>
@@ -82,7 +82,7 @@ ARK_LOOP void many_rows(const At& at, const T* a, const T* b, Out* out, const Bi
   }
 }
 
-// Every element by one thread.
+// One thread per element.
 template <class At, class A, class B, class Out, class Bias>
 ARK_LOOP void one_by_one(const Product& s, const At& at, const A* a, const B* b, Out* out, const Bias* bias, int r0,
                          int r1, int c0, int c1) {
@@ -96,8 +96,8 @@ ARK_LOOP void one_by_one(const Product& s, const At& at, const A* a, const B* b,
   });
 }
 
-// Rows [r0, r1), wherever `at` says they are, and columns [c0, c1). MostRows bounds the rows of all tiles together.
-// kRows, kColumns: of a tile of many rows, where the plan has chosen its shape.
+// Rows [r0, r1) at the positions that `at` returns, and columns [c0, c1). MostRows bounds the rows of all tiles
+// together. kRows, kColumns: the shape of a tile of many rows, if the plan has chosen it.
 template <int64_t MostRows, Product kShape, int kRows = 0, int kColumns = 0, class At, class A, class B, class Out,
           class Bias>
 ARK_LOOP void product_of(const At& at, const A* a, const B* b, Out* out, const Bias* bias, int r0, int r1, int c0,

@@ -1,19 +1,19 @@
-// Few rows times columns whose depth is adjacent: bound by the memory that b comes from.
+// Few rows times columns that are contiguous along the depth: bound by the bandwidth for b.
 //
-// A thread keeps its part of a in registers, the same depth for all columns, and lets columns pass: eight loads of 16
-// bytes (four where rows need the registers) are under way at any time, the next column's the moment that one has been
-// used: 64 KB a block. What the lanes of a warp have is added up eight columns at once, by nine shuffles instead of
-// forty; slices meet in shared memory.
+// A thread keeps its part of a in registers, the same depths for all columns, while columns pass. It has eight 16-byte
+// loads in flight (four if rows need the registers), and loads the next column as soon as one has been used: 64 KB per
+// block. The lanes of a warp add up eight columns at once, with nine shuffles instead of forty; slices are combined in
+// shared memory.
 #pragma once
 
 #include "cuda/loop/lanes.cuh"
 
 namespace ark::loop {
 
-// 16 bytes of a column of b; kFast: they are adjacent and aligned. Zeros behind the depth (`whole`: d never is there),
-// where a has zeros, too, and infinity times those would be no number. A column that is not wanted keeps what `chunk`
-// held, another column's: its sum is read by nobody. Were it zeros, too, ptxas would move a word of the last load to
-// where the zero is, and so wait for it in every round.
+// 16 bytes of a column of b; kFast: contiguous and aligned. After the end of the depth it reads zeros, since a's zeros
+// times an infinity would be NaN (`whole`: d never gets there). If not wanted, `chunk` keeps another column's data,
+// whose sum is never read. Zeroing it would make ptxas place a zero in a word of the last load, and so wait for that
+// load in every round.
 template <bool kFast, class Loads, class B>
 ARK_LOOP void load_column(Chunk& chunk, const Product& s, const Loads& loads, const B* from, int d, bool whole,
                           bool wanted) {
@@ -27,24 +27,24 @@ ARK_LOOP void load_column(Chunk& chunk, const Product& s, const Loads& loads, co
   }
 }
 
-// That a warp takes together: as many as there are registers for, beside the rows.
+// Columns that a warp takes together: as many as registers allow with the rows.
 template <int Rows, bool kFast, class B>
 inline constexpr int kDotColumns = !kFast                     ? 1
                                    : Rows * kPerChunk<B> <= 8 ? 8
                                                               : 4;
 
-// Batches of columns from c on of `segments` products, each of `Rows` rows of its own (from row r0 on; `rows` of them
-// are meant) and a b of its own, as sums of slices: parts[segment][row][slice][column]. `columns` says where a column
-// lies, and how many are left from it on of those that lie evenly: OneRun, or Runs of products.cuh.
+// Computes sums of slices, parts[segment][row][slice][column], for batches of columns from c on. Each of `segments`
+// products has `Rows` rows (from r0 on; `rows` of them are used) and a b of its own. `columns` (OneRun, or Runs of
+// products.cuh) returns the address of a column and how many evenly spaced ones follow.
 template <int Rows, bool kFast, int kTogether, Cache kCache, class At, class AAt, class Columns>
 ARK_LOOP void dot_parts(const Product& s, const At& at, AAt a, const Columns& columns, int r0, int rows,
                         int first_segment, int segments, int c, int batches, Parts parts) {
   using B = typename Columns::Element;
   constexpr int kPer = kPerChunk<B>;
-  // Sums of all rows are folded at once, in fewer steps than row by row; their number is a power of two.
+  // The sums of all rows are folded at once, in fewer steps than row by row; their number must be a power of two.
   constexpr int kRowsFolded = Rows <= 1 ? 1 : Rows <= 2 ? 2 : Rows <= 4 ? 4 : 8;
   const DepthSplit split = split_k(s.depth, 32 * kPer);
-  const int self = thread_anew(), lane = self % 32;  // such that nothing of it is kept from run to run
+  const int self = thread_anew(), lane = self % 32;  // re-read: no register keeps anything of it across runs
   const int slice = self / 32 % split.slices, group = self / 32 / split.slices;
   if (group >= split.groups) return;
   const ChunkLoads<kCache> loads;
@@ -52,10 +52,10 @@ ARK_LOOP void dot_parts(const Product& s, const At& at, AAt a, const Columns& co
   const int my_depth = (slice * 32 + lane) * kPer;
   const bool whole = split.passes * step == s.depth;
 
-  // The next batch of columns to be loaded.
+  // The next batch of columns to load.
   struct {
     int batch = 0, pass = 0, segment = 0;
-    int left;  // of its columns
+    int left;  // remaining columns
     int d;
     const B* from = nullptr;
   } next;
@@ -96,10 +96,10 @@ ARK_LOOP void dot_parts(const Product& s, const At& at, AAt a, const Columns& co
           ARK_UNROLL for (int i = 0; i < kPer; ++i) w[i] = chunk_element<B>(ring[u], i);
           ARK_UNROLL for (int r = 0; r < Rows; ++r) ARK_UNROLL for (int i = 0; i < kPer; ++i) sums[r * kTogether + u] =
               fused(x[r][i], w[i], sums[r * kTogether + u]);
-          load(u);  // behind its use, or it would be into other registers, and copied from there
+          load(u);  // after the last use; otherwise the load would go to other registers and be copied
         }
         const float sum = fold_lanes<16, 1>(sums);
-        constexpr int kLanes = 32 / (kRowsFolded * kTogether);  // that have the same sum
+        constexpr int kLanes = 32 / (kRowsFolded * kTogether);  // lanes that have the same sum
         const int row = lane / kLanes / kTogether, column = lane / kLanes % kTogether;
         float* const to = parts.at(segment * Rows + row, slice, (batch * split.groups + group) * kTogether + column);
         if (lane % kLanes == 0 && row < Rows) *to = pass == 0 ? sum : *to + sum;

@@ -1,14 +1,14 @@
-// Few rows times weights [k, n]: lanes lie along adjacent columns.
+// Few rows times weights [k, n]: lanes are along contiguous columns.
 //
-// Four lanes load 64 adjacent bytes of a row of b, eight rows at once; the block's 16 warps take eight rows of every
-// 128. Columns start at a multiple of 16 bytes, even where the tile does not: what belongs to others is left away.
+// Four lanes load 64 contiguous bytes of a row of b, eight rows at once; the block's 16 warps take eight rows of every
+// 128. Columns start at a multiple of 16 bytes even if the tile does not; columns of other tiles are dropped.
 #pragma once
 
 #include "cuda/loop/lanes.cuh"
 
 namespace ark::loop {
 
-inline constexpr int kAcrossRows = 8, kAcrossChunks = 4;  // of b, a warp at once
+inline constexpr int kAcrossRows = 8, kAcrossChunks = 4;  // of b, per warp at once
 
 // 16 bytes of a row of b; kFast: aligned.
 template <bool kFast, class Loads, class B>
@@ -22,7 +22,7 @@ ARK_LOOP Chunk load_row(const Product& s, const Loads& loads, const B* row, int 
   }
 }
 
-// As dot_parts, a warp's rows of b being a slice.
+// As dot_parts; a slice is one warp's rows of b.
 template <int Rows, bool kFast, Cache kCache, class At, class A, class B>
 ARK_LOOP void across_parts(const Product& s, const At& at, const A* a, const B* b, int r0, int rows, int first_segment,
                            int segments, int c, int c1, int batches, Parts parts) {
@@ -32,7 +32,7 @@ ARK_LOOP void across_parts(const Product& s, const At& at, const A* a, const B* 
   const ChunkLoads<kCache> loads;
   const int my_row = lane() / kAcrossChunks, my_chunk = lane() % kAcrossChunks;
 
-  // What is to be loaded next: rows of b that are kStep apart, of a batch of columns.
+  // What to load next: rows of b at stride kStep, for a batch of columns.
   struct {
     int turn = 0, batch = 0, segment = 0;
     int d, column, row;
@@ -81,7 +81,7 @@ ARK_LOOP void across_parts(const Product& s, const At& at, const A* a, const B* 
       }
       ARK_UNROLL for (int r = 0; r < Rows; ++r) {
         const float sum = fold_lanes<16, kAcrossChunks>(sums[r]);
-        constexpr int kLanes = kAcrossRows / kPer;  // that have the same column
+        constexpr int kLanes = kAcrossRows / kPer;  // lanes that have the same column
         if (my_row % kLanes == 0)
           *parts.at(segment * Rows + r, warp(), (batch * kAcrossChunks + my_chunk) * kPer + my_row / kLanes) = sum;
       }

@@ -1,9 +1,9 @@
-// Up to 16 rows of halves times columns whose depth is adjacent: bound by memory as a single row is, but with more
-// multiplications than a thread has time for, so on tensor cores.
+// Up to 16 half-type rows times columns that are contiguous along the depth. Bound by bandwidth like a single row, but
+// with more multiplications than threads have time for, so on tensor cores.
 //
-// A warp keeps 16 rows x 128 of the depth of a in registers and lets columns pass, sixteen at a time: eight loads of 16
-// bytes a thread are under way. What four lanes load of a column, 32 elements of depth in order, are the operands of
-// two products as they come: which element stands for which depth may be any, as long as a's rows are dealt out alike.
+// A warp keeps 16 rows x 128 depths of a in registers while columns pass, sixteen at a time: eight 16-byte loads per
+// thread are in flight. The 32 consecutive depths of a column that four lanes load serve as the operands of two
+// products in the order in which they arrive: any assignment to depths works if a's rows are permuted in the same way.
 #pragma once
 
 #include "cuda/loop/lanes.cuh"
@@ -11,12 +11,12 @@
 namespace ark::loop {
 
 inline constexpr int kTensorRows = 16;
-// Of columns: as many as there are registers for beside the addresses of rows, or of several products.
+// Octets of columns: as many as registers allow with the addresses of rows, or of several products.
 template <class At, bool kOneProduct>
 inline constexpr int kTensorOctets = (At::kEven && kOneProduct) ? 2 : 1;
 inline constexpr int kTensorPart = 32, kTensorParts = 4;  // of depth
 
-// 16 bytes of a row of a, whose depth is a multiple of that; zeros outside of the matrix.
+// 16 bytes of a row of a, whose depth is a multiple of that; zeros outside the matrix.
 template <class T>
 ARK_LOOP Chunk load_row_chunk(const Product& s, const T* row, int d, bool wanted) {
   Chunk chunk{};
@@ -36,7 +36,7 @@ ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const Col
   constexpr int kOctets = kTensorOctets<At, Columns::kOneProduct>, kTogether = kOctets * 8,
                 kSlice = kTensorParts * kTensorPart;
   const DepthSplit split = split_k(s.depth, kSlice);
-  const int self = thread_anew(), lane = self % 32;  // such that nothing of it is kept from run to run
+  const int self = thread_anew(), lane = self % 32;  // re-read: no register keeps anything of it across runs
   const int slice = self / 32 % split.slices, group = self / 32 / split.slices;
   if (group >= split.groups) return;
   const ChunkLoads<kCache> loads;
@@ -45,7 +45,7 @@ ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const Col
   const int step = split.slices * kSlice;
   const bool whole = split.passes * step == s.depth;
 
-  // The next batch of columns to be loaded.
+  // The next batch of columns to load.
   struct {
     int batch = 0, pass = 0, left;
     int d;
@@ -87,7 +87,8 @@ ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const Col
             const uint32 lines[4] = {x[q][0].words[i], x[q][1].words[i], x[q][0].words[i + 1], x[q][1].words[i + 1]};
             multiply_add<T>(sums, lines, w.words[i], w.words[i + 1]);
           }
-          // Behind its use, which the sum orders: else it would be into other registers, and copied from there.
+          // Load after the last use, which the dependency on the sum enforces; otherwise the load would go to other
+          // registers and be copied.
           asm volatile("" : "+f"(sums[0]));
           load(o, q);
         }

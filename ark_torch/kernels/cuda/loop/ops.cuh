@@ -1,7 +1,7 @@
-// Pointwise operators of a plan on one number, by the names that a plan uses, and conversions between kinds of numbers.
+// A plan's pointwise operators on one number, by the names that plans use, and conversions between types.
 //
-// What PyTorch's eager operators do at the edges holds here as in cpu/ops.hpp: NaN goes through maximum and minimum,
-// remainder has the divisor's sign, a cast of a float to an integer truncates.
+// As in cpu/ops.hpp, edge cases follow PyTorch's eager operators: maximum and minimum propagate NaN, remainder has the
+// divisor's sign, a cast from float to integer truncates.
 #pragma once
 
 #include "cuda/loop/math.cuh"
@@ -20,8 +20,7 @@ ARK_LOOP Floats to_floats(Ints x) {
 ARK_LOOP Floats to_floats(Mask x) {
   return x ? 1.0f : 0.0f;
 }
-// As eager PyTorch on the same device, by the instruction for it: cvt.rzi saturates, and makes NaN the least int64 and
-// an int32 of 0.
+// As eager PyTorch on the same device: cvt.rzi saturates, and turns NaN into the least int64 or an int32 of 0.
 ARK_LOOP Ints to_ints(Floats x) {
   return static_cast<int64_t>(x);
 }
@@ -44,7 +43,7 @@ ARK_LOOP Mask to_mask(Mask x) {
   return x;
 }
 
-// A number of a row.
+// A per-row number.
 template <class V>
 ARK_LOOP V one(V x) {
   return x;
@@ -81,7 +80,7 @@ ARK_LOOP Floats square(Floats x) {
 ARK_LOOP Floats cube(Floats x) {
   return x * x * x;
 }
-// Of two zeros the greater is the positive one, the less the negative one.
+// The maximum of two zeros of different sign is +0, the minimum is -0.
 ARK_LOOP Floats maximum(Floats x, Floats y) {
   return x != x || y != y ? x + y : ::fmaxf(x, y);
 }
@@ -110,7 +109,7 @@ ARK_LOOP Floats floor_divide(Floats x, Floats y) {
   return y == 0.0f ? x / y : quotient != 0.0f ? near : copysign(0.0f, x / y);
 }
 
-// Of whole numbers; what does not fit wraps around.
+// Integers wrap around on overflow.
 ARK_LOOP Ints wrapped(uint64 x) {
   return static_cast<int64_t>(x);
 }
@@ -144,7 +143,7 @@ ARK_LOOP Ints minimum(Ints x, Ints y) {
 ARK_LOOP Ints relu(Ints x) {
   return x < 0 ? 0 : x;
 }
-// Rounding leaves whole numbers alone.
+// Rounding does not change integers.
 ARK_LOOP Ints floor(Ints x) {
   return x;
 }
@@ -160,7 +159,7 @@ ARK_LOOP Ints round(Ints x) {
 ARK_LOOP Ints sign(Ints x) {
   return (x > 0) - (x < 0);
 }
-// 1 over anything but 1 and -1 is 0.
+// The reciprocal of any integer but 1 and -1 is 0.
 ARK_LOOP Ints pow(Ints x, Ints y) {
   if (y < 0) return x == 1 ? 1 : x == -1 ? 1 - 2 * (y & 1) : 0;
   Ints result = 1;
@@ -170,7 +169,7 @@ ARK_LOOP Ints pow(Ints x, Ints y) {
   }
   return result;
 }
-// Never by 0: plans divide whole numbers by a literal alone. The least of all by -1 does not fit.
+// Never by 0: plans divide integers by literals only. The least integer divided by -1 overflows.
 ARK_LOOP Ints quotient_of(Ints x, Ints y) {
   return y == -1 ? neg(x) : x / y;
 }

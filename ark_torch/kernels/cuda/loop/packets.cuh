@@ -1,14 +1,8 @@
-// Packets: elements that carry their own signal, so that who needs them polls the data itself. No release, no counter
-// and no second trip behind it lie between a store and its use on another SM.
+// Packets: elements that carry their own signal, so that readers poll the data itself. Between a store and its use on
+// another SM there is no release, no counter and no second trip.
 //
-// An element and the step's number, as far as it fits, are one word of 32 or 64 bits, written and read as one (a vector
-// load is several such reads): whoever sees the number of this step sees its element. Nothing else is ordered by it,
-// which is what the plan's validator reckons with. Every word is written once in every step, and nothing but packets
-// ever lies there, so a word that is not of this step is of the one before, or zero, which is what memory is at first
-// and after a failure; steps count from 1. Who overwrites a packet is of the next step, and that is another launch.
-//
-// Where several ranks each push their part of a sum (pushed.cuh), an element is one packet of each, kApart bytes apart,
-// and whoever reads it adds them, in order of ranks, and rounds once.
+// Where several ranks push their parts of a sum (pushed.cuh), an element is one packet per rank, kApart bytes apart. A
+// reader adds them in rank order and rounds once.
 #pragma once
 
 #include "cuda/loop/failure.cuh"
@@ -16,6 +10,12 @@
 #include "cuda/loop/runs.cuh"
 
 namespace ark::loop {
+
+// An element and as much of the step's number as fits are one word of 32 or 64 bits, written and read as one (a vector
+// load is several such reads): a reader that sees this step's number sees its element. Nothing else is ordered by it,
+// and the plan's validator accounts for that. Every word is written once per step, and nothing but packets is ever
+// stored there. So a word not of this step is from the one before, or zero, as memory is initially and after a failure;
+// steps count from 1. A packet is overwritten only in the next step, which is another launch.
 
 #if defined(__CUDACC__)
 
@@ -41,7 +41,7 @@ ARK_LOOP const void* of_rank(const Packet<T, kRanks, kApart>* from, int rank) {
   return reinterpret_cast<const char*>(from) + rank * kApart;
 }
 
-// 4, 8 or 16 bytes, in which each packet is read as one; from other ranks, too.
+// 4, 8 or 16 bytes in which each packet is read as one; also from other ranks.
 template <class Elements, bool kFromRanks = false>
 ARK_LOOP Elements load_packets(const void* from) {
   struct alignas(sizeof(Elements)) Words {
@@ -70,7 +70,8 @@ ARK_LOOP Elements load_packets(const void* from) {
   return bits_as<Elements>(words);
 }
 
-// When a poll began that goes on (given 0: just now), or 0: the launch ends early. By each thread alone.
+// Decides whether a poll goes on. Returns when it began (given 0: now), or 0 if the launch ends early. Each thread
+// calls it on its own.
 static __device__ __noinline__ unsigned long long poll_on(unsigned long long began) {
   const Worker& now = worker();
   if (*const_cast<volatile int*>(now.leave) != 0) return 0;
@@ -87,18 +88,16 @@ static __device__ __noinline__ unsigned long long poll_on(unsigned long long beg
   return late ? 0 : began;
 }
 
-// How many ranks packets come from. Of several: whose have not come is told, and pushed.cuh has what is done then.
+// The number of ranks that packets come from. With several, the missing rank is passed on, and pushed.cuh decides.
 template <int kRanks>
 struct FromRanks {};
 ARK_LOOP unsigned long long poll_on(unsigned long long began, int, FromRanks<1>) {
   return poll_on(began);
 }
 
-// Calls `load`, which loads packets and only then looks whether all are of this step, until they are (kAllCame): else
-// it gives a rank whose are not. kOwn: packets that come from this rank alone. Who waits for longer than packets take
-// pauses: without, a step of a tensor parallel Llama took 6 ms instead of 0.6 once a rank had come late, and the next
-// ones, too (supposedly the loads of all threads keep what peers write out of the second-level cache); 200 ns do not
-// do.
+// Calls `load`, which loads packets and then checks that all are of this step, until it returns kAllCame; otherwise it
+// returns a rank whose packets are missing, or kOwn for packets of this rank only. A longer wait pauses between polls:
+// otherwise the loads of all threads would slow down the arrival of packets (docs/measurements.md).
 inline constexpr int kAllCame = -1, kOwn = -2;
 inline constexpr uint32 kTurns = 4, kPauseNs = 1000;
 template <int kRanks, class Load>
@@ -111,7 +110,7 @@ ARK_LOOP void poll(Load load) {
   }
 }
 
-// An element's packets, of every rank.
+// The packets of an element, one per rank.
 template <class T, int kRanks, int64_t kApart>
 struct Fetched {
   using P = Packet<T, kRanks, kApart>;
@@ -130,14 +129,14 @@ struct Fetched {
   }
 };
 
-// What they hold; a rank whose have not come.
+// Extracts their elements. Returns a rank whose packets are missing.
 template <int kCount, class... F>
 ARK_LOOP int take(float (&to)[kCount], const F&... fetched) {
   int missing = kAllCame, i = 0;
   ((fetched.look(missing), to[i++] = fetched.element()), ...);
   return missing;
 }
-// One from each place.
+// One from each address.
 template <int kCount, class... T, int... kRanks, int64_t... kApart>
 ARK_LOOP void poll_each(float (&to)[kCount], const Packet<T, kRanks, kApart>*... from) {
   poll<((kRanks > 1) || ...) ? kMostRanks : 1>([&] { return take(to, Fetched<T, kRanks, kApart>(from)...); });
@@ -149,8 +148,7 @@ static __device__ __noinline__ float load_one(const Packet<T, kRanks, kApart>* f
   return one[0];
 }
 
-// The kRun from `from` on, which lies as a run does. Ranks from kFirst on: of few at once, for which there are
-// registers.
+// The kRun packets from `from` on, contiguous like a run. Ranks from kFirst on, few at a time as registers allow.
 template <int kFirst = 0, int kRun, class T, int kRanks, int64_t kApart>
 ARK_LOOP void poll_run(const Packet<T, kRanks, kApart>* from, float (&to)[kRun]) {
   constexpr int kEach = Piece<Packet<T, kRanks, kApart>, kRun>::kEach;
@@ -174,13 +172,13 @@ ARK_LOOP void poll_run(const Packet<T, kRanks, kApart>* from, float (&to)[kRun])
   }
   if constexpr (kFirst + kHere < kRanks) poll_run<kFirst + kHere>(from, to);
 }
-// The first `there` of kCount that lie anyhow, one after the other; zeros behind them.
+// The first `there` of kCount packets with any stride, one after the other; zeros after them.
 template <int kCount, class T, int kRanks, int64_t kApart>
 ARK_LOOP void poll_apart(const Packet<T, kRanks, kApart>* from, int64_t stride, int there, float (&to)[kCount]) {
   ARK_UNROLL for (int i = 0; i < kCount; ++i) to[i] = i < there ? load_one(from + i * stride) : 0.0f;
 }
 
-// As those of plain elements in runs.cuh and lanes.cuh.
+// Like the functions for plain elements in runs.cuh and lanes.cuh.
 template <class Group, int kRun, class T, int kRanks, int64_t kApart>
 ARK_LOOP void load_run(float (&to)[kRun], const Packet<T, kRanks, kApart>* row, int64_t count) {
   const int64_t first = Group::rank() * kRun;
@@ -216,7 +214,7 @@ ARK_LOOP void store_run(Packet<T, kRanks, kApart>* row, const float (&from)[kRun
   for_runs<Group, kRun>(count, [&](int64_t column, int turn) { store_one(row + column, from[turn]); });
 }
 
-// As that of gather.cuh.
+// Like the one in gather.cuh.
 template <int64_t kTo, int64_t kFrom, bool kAligned, class T, class Place>
 ARK_LOOP void copy_runs(T* to, const Packet<T>* from, uint32 runs, uint32 length, Place place) {
   for_elements(runs * length, [&](int64_t i) {

@@ -1,4 +1,4 @@
-// What all kernels of matrix products share: a product's shape, where its rows lie, how an element is finished.
+// What kernels of matrix products share: a product's shape, its rows' positions, and how an element is finished.
 #pragma once
 
 #include "cuda/loop/ptx.cuh"
@@ -13,15 +13,14 @@ struct Product {
   int64_t b_depth, b_column;
   int64_t out_row, out_column;
   int64_t bias_row, bias_column;
-  // Whether rows of a, and columns of b, or whichever of their lines are adjacent elements, begin at multiples of 16
-  // bytes.
+  // Whether rows of a and columns of b, along whichever dimension is contiguous, start at multiples of 16 bytes.
   bool a_aligned, b_aligned;
   Cache b_cache = Cache::normal;  // of loads by kernels of few rows
 };
 
 struct NoBias {};
 
-// In a bias' place: a bias, and what is done to each sum with it before it is stored.
+// In place of a bias: a bias, and the epilogue applied to each sum with it before it is stored.
 template <class Bias, class Finish>
 struct Finished {
   const Bias* bias;
@@ -32,7 +31,7 @@ ARK_LOOP Finished<Bias, Finish> finished_by(const Bias* bias, Finish finish) {
   return {bias, finish};
 }
 
-// Where row r of a and of the result begins, in elements.
+// The positions of row r of a and of the result, in elements.
 struct EvenRows {
   static constexpr bool kEven = true;
   int64_t a_row, out_row;
@@ -58,7 +57,7 @@ inline constexpr bool kHasBias = !kSame<Bias, NoBias>;
 template <class Bias, class Finish>
 inline constexpr bool kHasBias<Finished<Bias, Finish>> = kHasBias<Bias>;
 
-// What is added to the sum of an element.
+// The bias added to an element's sum.
 template <class Bias>
 ARK_LOOP float bias_of(const Product& s, const Bias* bias, int64_t r, int64_t c) {
   if constexpr (kSame<Bias, NoBias>)

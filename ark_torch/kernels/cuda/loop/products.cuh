@@ -1,8 +1,8 @@
 // Products of few rows that share their rows: a tile takes columns of each, and all of them pass as one run, so that
-// memory streams on from one product's columns to the next's.
+// memory keeps streaming from one product's columns to the next's.
 //
-// Columns are numbered through, and each product's begin at a multiple of what a warp takes together: that many are of
-// one product, and what is padded is not loaded. How a column's sum is added up is as in a product by itself.
+// Columns are numbered consecutively. Each product's start at a multiple of what a warp takes together, so that these
+// belong to one product; padding is not loaded. A column's sum has the same order as in the product alone.
 #pragma once
 
 #include "cuda/loop/matmul.cuh"
@@ -18,13 +18,13 @@ struct Share {
   OutAt out;
   BiasAt bias;
   int c0, c1;
-  // The same, of which nothing can have been computed before, as Parts::anew().
+  // A copy from which the compiler cannot precompute anything, as Parts::anew().
   ARK_LOOP Share anew() const {
     Share same = *this;
     asm volatile("" : "+r"(same.c0), "+r"(same.c1));
     return same;
   }
-  // The same, whose b is not asked for again: faster, where there are registers for it.
+  // The same with the address of b loaded once: faster if registers suffice.
   ARK_LOOP auto pointed() const { return Share<kShape, const Element*, OutAt, BiasAt>{now(b), out, bias, c0, c1}; }
 };
 
@@ -33,7 +33,7 @@ ARK_LOOP Share<kShape, BAt, OutAt, BiasAt> share(BAt b, OutAt out, BiasAt bias, 
   return {b, out, bias, static_cast<int>(c0), static_cast<int>(c1)};
 }
 
-// The shares' columns, the first one's from number `begin` on.
+// The columns of the shares, numbered from `begin` for the first one.
 template <int kTogether, class... Shares>
 struct Runs {
   const int total;
@@ -50,7 +50,7 @@ struct Runs<kTogether, First, Rest...> {
 
   const First first;
   const int begin, past, padded;
-  const decltype(First::b) zero;  // where number 0 would lie
+  const decltype(First::b) zero;  // where column number 0 would be
   const Runs<kTogether, Rest...> rest;
   const int total;
 
@@ -82,7 +82,7 @@ struct Runs<kTogether, First, Rest...> {
 template <int kRows, bool kFast, Product kShape, class AAt, class First, class... Rest>
 ARK_LOOP void dot_runs(AAt a, const First& first, const Rest&... rest) {
   constexpr Product s = kShape;
-  // Three products' addresses leave registers for eight columns beside one row, no more (H200: 2% slower, no spills).
+  // Beside three products' addresses, registers suffice for eight columns with one row only.
   constexpr int kMost = kDotColumns<kRows, kFast, typename First::Element>;
   constexpr int kTogether = kMost == 8 && kRows > 1 && sizeof...(Rest) > 1 ? 4 : kMost;
   const auto runs = [&] { return Runs<kTogether, First, Rest...>(0, first.anew(), rest.anew()...); };
@@ -115,15 +115,15 @@ ARK_LOOP void product_alone(const A* a, const One& share) {
   product<kRows, One::kProduct>(a, now(share.b), now(share.out), now(share.bias), 0, kRows, share.c0, share.c1);
 }
 
-// All kRows rows of a, whose columns' depth is adjacent in every b, and as far apart in one as in the other. What the
-// kernels above cannot load is computed product by product.
+// All kRows rows of a. In every b the depth is contiguous and columns have the same stride. What the kernels above
+// cannot load is computed product by product.
 template <int kRows, class AAt, class First, class... Rest>
 ARK_LOOP void products(AAt a, const First& first, const Rest&... rest) {
   using A = typename Pointee<AAt>::Type;
   using B = typename First::Element;
   constexpr Product s = First::kProduct;
   static_assert(((s.b_aligned == Rest::kProduct.b_aligned && s.b_cache == Rest::kProduct.b_cache) && ...));
-  constexpr int kMostPointed = 4;  // rows, beside which there are registers for the addresses of several products
+  constexpr int kMostPointed = 4;  // rows with which registers suffice for several products' addresses
   if constexpr (kRows <= kFewRows<B> && kRows <= kMostPointed) {
     dot_runs<kRows, kDotsByChunk<s, B>, s>(now(a), first.pointed(), rest.pointed()...);
   } else if constexpr (kRows <= kFewRows<B>) {

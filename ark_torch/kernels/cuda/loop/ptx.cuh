@@ -1,11 +1,11 @@
-// Instructions that matrix products are made of and C++ has no words for.
+// PTX instructions for matrix products: loads with cache hints, asynchronous copies, tensor core operations.
 #pragma once
 
 #include "cuda/loop/hinted.cuh"
 
 namespace ark::loop {
 
-// 16 bytes: as much as one thread loads at once.
+// 16 bytes: the most that a thread loads at once.
 struct alignas(16) Chunk {
   uint32 words[4];
 };
@@ -42,14 +42,14 @@ ARK_LOOP float fused(float a, float b, float c) {
   return __fmaf_rn(a, b, c);
 }
 
-// Loads of 16 bytes by one multiprocessor alone: past the first-level cache where there is a hint at all.
+// 16-byte loads of data that only this SM uses: with a hint, they bypass the first-level cache.
 template <Cache kCache>
 class ChunkLoads {
  public:
   ARK_LOOP ChunkLoads() {
     if constexpr (kHasPolicy) policy_ = cache_policy<kCache, true>();
   }
-  // Unless `wanted`, what `chunk` holds stays.
+  // Unless `wanted`, `chunk` keeps its contents.
   ARK_LOOP void load(Chunk& chunk, const void* from, bool wanted) const {
     if constexpr (kHasPolicy)
       asm volatile(
@@ -79,7 +79,7 @@ class ChunkLoads {
           : "+r"(chunk.words[0]), "+r"(chunk.words[1]), "+r"(chunk.words[2]), "+r"(chunk.words[3])
           : "l"(from), "r"(static_cast<int>(wanted)));
   }
-  // Zeros unless `wanted`.
+  // Returns zeros unless `wanted`.
   ARK_LOOP Chunk operator()(const void* from, bool wanted) const {
     Chunk chunk{};
     load(chunk, from, wanted);
@@ -91,9 +91,9 @@ class ChunkLoads {
   uint64 policy_ = 0;
 };
 
-// ---- Copies into shared memory that nobody waits for until wait_copies.
+// ---- Asynchronous copies to shared memory; wait_copies() waits for them.
 
-// The number, which is not computed anew where it is used.
+// Keeps the value in a register instead of recomputing it at each use.
 ARK_LOOP uint32 pinned(uint32 x) {
   asm volatile("" : "+r"(x));
   return x;
@@ -101,7 +101,7 @@ ARK_LOOP uint32 pinned(uint32 x) {
 ARK_LOOP void copy_16(uint32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
-// The first `valid` bytes of 16; zeros for the rest.
+// The first `valid` bytes of 16, then zeros.
 ARK_LOOP void copy_16(uint32 to, const void* from, int valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid) : "memory");
 }
@@ -112,16 +112,16 @@ ARK_LOOP void copy_4(void* to, const void* from, int valid) {
 ARK_LOOP void end_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
-// All but the last kGroups groups of this thread have landed.
+// Waits until all but the last kGroups groups of this thread's copies have completed.
 template <int kGroups>
 ARK_LOOP void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
 }
 
-// ---- Tensor cores.
+// ---- Tensor cores
 
-// Four matrices of 8 rows of 16 bytes; lane l names row l % 8 of matrix l / 8, and gets elements 2 * (l % 4) and the
-// next of row l / 4 of each; kTransposed: of column l / 4.
+// Four matrices of 8 rows of 16 bytes. Lane l names row l % 8 of matrix l / 8, and gets elements 2 * (l % 4) and the
+// next one of row l / 4 of each; kTransposed: of column l / 4.
 template <bool kTransposed>
 ARK_LOOP void load_matrices(uint32 (&to)[4], const void* row) {
   if constexpr (kTransposed)
@@ -136,7 +136,7 @@ ARK_LOOP void load_matrices(uint32 (&to)[4], const void* row) {
                  : "memory");
 }
 
-// sums (16 x 8) += a (16 x 16) b (16 x 8). Lane l has of sums [l / 4][2 * (l % 4)], its neighbour, and both 8 rows on.
+// sums (16 x 8) += a (16 x 16) b (16 x 8). Lane l has sums [l / 4][2 * (l % 4)], the next one, both also 8 rows on.
 template <class T>
 ARK_LOOP void multiply_add(float (&sums)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
   if constexpr (kSame<T, bf16>)

@@ -1,4 +1,5 @@
-// Instructions of sm_90a by which groups of four warps multiply matrices in shared memory.
+// The warp group instructions of sm_90a (wgmma), by which four warps multiply matrices in shared memory. tile_group.cuh
+// and attention_groups.cuh use them.
 #pragma once
 
 #include "cuda/loop/ptx.cuh"
@@ -11,9 +12,9 @@ inline constexpr bool kHasGroupMultiply = true;
 inline constexpr bool kHasGroupMultiply = false;
 #endif
 
-// A matrix in shared memory: lines of 128 bytes whose chunks are exchanged by the line's number modulo 8. Lines across:
-// `next` bytes on, lines go on with the next 64 others. This is the lower half of what the instructions want; the upper
-// one says how chunks are exchanged, and that eight lines are 1,024 bytes.
+// The lower half of a matrix descriptor: a matrix in shared memory with lines of 128 bytes, whose chunks are swizzled
+// by the line's number modulo 8. If lines run across, the next 64 elements are `next` bytes further. The upper half
+// holds the swizzle mode and the size of eight lines, 1,024 bytes.
 ARK_LOOP uint32 shared_matrix(uint32 at, int next) {
   return at / 16 | static_cast<uint32>(next / 16) << 16;
 }
@@ -22,23 +23,23 @@ ARK_LOOP uint64 moved_matrix(uint32 matrix, int bytes) {
   return matrix + bytes / 16 | kEightLines << 32 | kExchanged << 62;
 }
 
-// Before the first of them: registers that they add to are as they should be.
+// Before the first multiplication: makes earlier writes to its sum registers visible.
 ARK_LOOP void begin_group_multiply() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 ARK_LOOP void end_group_multiply() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-// What this thread wrote into shared memory is seen by these instructions, of all threads that it then meets.
+// Makes this thread's writes to shared memory visible to the multiplications of all threads that it then meets.
 ARK_LOOP void show_to_group_multiply() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-// All but the last kLeft of this warp's groups of them are done.
+// Waits until all but the last kLeft groups of this warp's multiplications are done.
 template <int kLeft>
 ARK_LOOP void wait_group_multiply() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
 }
-// All are done. The sums are named so that nobody reads them before.
+// Waits for all. The sums are operands, so that they are not read before.
 template <int kOver>
 ARK_LOOP void wait_group_multiply(float (&sums)[kOver][4]) {
   wait_group_multiply<0>();
@@ -57,7 +58,7 @@ ARK_LOOP void wait_group_multiply(float (&sums)[kOver][4]) {
   else                                                                  \
     ARK_GROUP_MULTIPLY(SIZE, "f16", REGISTERS, OPERANDS, __VA_ARGS__)
 
-// sums (64 x 8 kOver) += a (64 x 16) b (16 x 8 kOver), of a group of warps; each warp has 16 rows, as multiply_add.
+// sums (64 x 8 kOver) += a (64 x 16) b (16 x 8 kOver), by one warp group; each warp has 16 rows, as in multiply_add.
 template <class T, bool kAAcross, bool kBAcross, int kOver>
 ARK_LOOP void group_multiply_add(float (&sums)[kOver][4], uint64 rows, uint64 columns) {
   static_assert(kOver == 4 || kOver == 8 || kOver == 12 || kOver == 16 || kOver == 32);
@@ -104,7 +105,7 @@ ARK_LOOP void group_multiply_add(float (&sums)[kOver][4], uint64 rows, uint64 co
         ARK_SUMS(30), ARK_SUMS(31));
 }
 
-// The same where each warp has its 16 rows of a in registers, as multiply_add wants them.
+// The same, with each warp's 16 rows of a in registers, as in multiply_add.
 #define ARK_GROUP_MULTIPLY_ROWS(TYPE)                                                                               \
   asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE                                          \
                " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "  \

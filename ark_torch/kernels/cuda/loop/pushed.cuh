@@ -1,21 +1,7 @@
-// Sums over ranks without a collective's task: who makes a rank's part of an all_reduce stores it as packets into the
-// memory of every rank, and whoever reads the sum polls the packets of all ranks and adds them (packets.cuh): one way
-// over the link lies between a product and the next. Ranks read the same parts in the same order: all get the same
-// bits, those of the eager collective.
-//
-// Places. A sum's packets lie at a place of its own, the same in each rank's memory: by source, then by element, and as
-// much again for every other step. Nothing else lies there, and every packet is written once in a step, so a step's
-// number, as far as a packet has room for it, tells it from the two steps before.
-//
-// Memory order. A packet is one access of system scope on both sides. Rank r may write over what peer p read two steps
-// before, in the same half: r's launch between them had ended, in which some task polled a packet of p's (each sum has
-// a reader), so p had begun that launch, and the one before it was over.
-//
-// Nothing hangs (see exchange.cuh, whose collectives these stand among). On each rank tasks are listed stage after
-// stage; who pushes a sum stands where the graph has its all_reduce or before, who reads it behind. Suppose all wait;
-// let k be the earliest collective that the first task of a rank's list which has not ended waits for. It waits for a
-// peer whose first one waits for k or a later one, thus stands behind the place of k, before which all that push k
-// stand (or are k's own tiles, which push before they wait).
+// Sums over ranks without a collective's task. The producer of a rank's part of an all_reduce stores it as packets to
+// the memory of every rank, and each reader of the sum polls all ranks' packets and adds them (packets.cuh): one trip
+// over the link between two products. Ranks add the same parts in the same order, so all get the same bits as from the
+// eager collective.
 #pragma once
 
 #include "cuda/loop/collective.cuh"
@@ -23,9 +9,23 @@
 
 namespace ark::loop {
 
+// Places. A sum's packets have a place of their own, the same in each rank's memory: by source, then element, and a
+// second copy for every other step. Nothing else is stored there, and every packet is written once per step, so as much
+// of the step's number as a packet holds distinguishes it from the two steps before.
+//
+// Memory order. A packet is one system-scope access on both sides. Rank r overwrites only what peer p read two steps
+// before, in the same half: r finished the launch in between, in which some task polled a packet of p's (each sum has a
+// reader). So p had started that launch, and its launch before had ended.
+//
+// No deadlock (see exchange.cuh, whose collectives may be in the same plan). On each rank, tasks are listed stage by
+// stage; those that push a sum are at or before its all_reduce in the graph, its readers after it. Suppose all wait.
+// Let k be the earliest collective that the first unfinished task of a rank's list waits for. It waits for a peer whose
+// first unfinished task waits for k or a later one, and is thus after the place of k. All tasks that push k are before
+// that place (or are k's own tiles, which push before they wait), so they have pushed.
+
 #if defined(__CUDACC__)
 
-// The step's half of what begins there.
+// The half of the current step, in the memory at `at`.
 template <class P>
 ARK_LOOP P* in_turn(char* at, int64_t half) {
   return in_global<P>(at + (worker().step & 1) * half);
@@ -38,7 +38,7 @@ ARK_LOOP void push_packet(char* to, uint64 packet) {
   asm volatile("st.relaxed.sys.global.b64 [%0], %1;" ::"l"(to), "l"(packet) : "memory");
 }
 
-// `to`: where rank 0's lies in this rank's memory. Peers first: theirs has the longer way.
+// `to`: the place of rank 0's packet in this rank's memory. Peers come first, since theirs travel further.
 template <class T, int kRanks, int64_t kApart>
 ARK_LOOP void store_one(Packet<T, kRanks, kApart>* to, float x) {
   using P = Packet<T, kRanks, kApart>;
@@ -54,7 +54,7 @@ ARK_LOOP void store_one(Packet<T, kRanks, kApart>* to, float x) {
   }
 }
 
-// A poll that rank `missing` has left waiting: for other workers of this one as for any packets.
+// Continues a poll for packets of rank `missing`. Packets of this rank's own workers are handled like any others.
 static __device__ __noinline__ unsigned long long poll_on_ranks(unsigned long long began, int missing) {
   const Worker& now = worker();
   if (missing == kOwn || missing == now.rank) return poll_on(began);

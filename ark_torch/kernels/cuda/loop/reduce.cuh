@@ -1,9 +1,9 @@
-// Reductions of a row by a Group (group.cuh): a running result for each of its threads, put together at the end in an
-// order that never changes.
+// Reductions of a row by a Group (group.cuh): each thread has a running result, and they are combined at the end in a
+// fixed order.
 //
-// Which thread a column falls to depends on its position and the Group alone, and a row is reduced by one Group of one
-// task, so the bits do not depend on tiles or SMs. Each is used as: add() by each thread for its columns, then result()
-// by all threads of the Group, converged, which gives all of them the same.
+// A column's thread depends only on its position and the Group, and one Group of one task reduces a row, so bits do not
+// depend on tiles or SMs. Usage: each thread calls add() for its columns, then all threads of the Group, converged,
+// call result(), which returns the same to all.
 #pragma once
 
 #include "cuda/loop/group.cuh"
@@ -12,7 +12,7 @@
 
 namespace ark::loop {
 
-// Either is NaN: so is the result. Of two zeros +0 is the greater, so the order of the two does not matter to any bit.
+// NaN if either is NaN. +0 is greater than -0, so the order of the operands does not affect any bit.
 ARK_LOOP float greater_of(float x, float y) {
   float z;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
@@ -27,8 +27,8 @@ ARK_LOOP float less_of(float x, float y) {
 template <class V, class Group>
 struct Sum;
 
-// A thread adds in blocks, whose sums are added with what each addition rounds away (Knuth's two-sum): the error of a
-// long sum does not grow with its length.
+// A thread adds in blocks, and adds the blocks' sums with a compensation for what each addition rounds away (Knuth's
+// two-sum): the error of a long sum does not grow with its length.
 template <class Group>
 struct Sum<Floats, Group> {
   static constexpr int kBlock = 64;
@@ -48,7 +48,7 @@ struct Sum<Floats, Group> {
   ARK_LOOP float result() const {
     Sum whole = *this;
     whole.close();
-    // Of infinities nothing is lost, and the difference of two is a NaN.
+    // The compensation is NaN if a sum is infinite; then it is ignored.
     const float sum = whole.lost == whole.lost ? whole.total + whole.lost : whole.total;
     return Group::all(sum, [](float a, float b) { return a + b; });
   }
@@ -62,7 +62,7 @@ struct Sum<Ints, Group> {
   }
 };
 
-// The greatest; a NaN is greater than all. Of booleans: whether any is true.
+// The maximum; NaN is greater than all. For booleans: whether any is true.
 template <class V, class Group>
 struct Greatest;
 template <class Group>
@@ -90,7 +90,7 @@ struct Greatest<Mask, Group> {
   }
 };
 
-// The least; a NaN is less than all. Of booleans: whether all are true.
+// The minimum; NaN is less than all. For booleans: whether all are true.
 template <class V, class Group>
 struct Least;
 template <class Group>
@@ -118,7 +118,7 @@ struct Least<Mask, Group> {
   }
 };
 
-// A number and its place in the row; -1: none yet.
+// A number and its position in the row; -1: none yet.
 template <class V>
 struct Placed {
   V value;
@@ -129,7 +129,7 @@ ARK_LOOP Placed<V> shuffle_xor(Placed<V> x, int mask) {
   return {shuffle_xor(x.value, mask), shuffle_xor(x.at, mask)};
 }
 
-// Where the greatest is; of equals the first. A NaN is greater than all. A thread's positions grow.
+// The position of the maximum; of equals, the first. NaN is greater than all. A thread's positions must increase.
 template <class V, class Group>
 struct WhereGreatest {
   Placed<V> best = {V{}, -1};

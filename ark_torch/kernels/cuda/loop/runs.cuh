@@ -1,5 +1,5 @@
-// A row's columns in runs: each thread of a Group has kRun adjacent ones, which it loads and stores in one go where
-// they lie well, so that all that a row needs is under way after a few instructions.
+// A row's columns in runs: each thread of a Group has kRun contiguous columns, which it loads and stores in one
+// instruction if aligned, so that all of a row's loads are in flight after a few instructions.
 #pragma once
 
 #include "cuda/loop/group.cuh"
@@ -18,14 +18,14 @@ struct Piece {
     Plain<T> at[kEach];
   };
 };
-// Whether the runs of a row can be loaded and stored by pieces.
+// Whether the runs of a row can be loaded and stored in pieces.
 template <int kRun, class T>
 ARK_LOOP bool run_fits(const T* row) {
   return (bits_as<uint64>(row) & (sizeof(typename Piece<T, kRun>::Elements) - 1)) == 0;
 }
 
-// Begins what shall be a branch of its own: without it all threads would go through its instructions and skip each. By
-// any threads.
+// Starts a rarely taken branch. Without it the compiler would predicate its instructions, and all threads would step
+// through them. Called by any threads.
 ARK_LOOP void seldom() {
   __syncwarp(__activemask());
 }
@@ -48,10 +48,10 @@ ARK_LOOP void load_run(V (&to)[kRun], const T* row, int64_t count) {
     ARK_UNROLL for (int j = 0; j < P::kEach; ++j) to[i + j] = widen(piece.at[j]);
   }
 }
-// The same of kParts rows, `apart` elements apart, added up in order; `round` is for each sum.
+// The same for kParts rows, `apart` elements apart, added in order; `round` is applied to each sum.
 template <class Group, int kRun, int kParts, class T, class Round>
 ARK_LOOP void load_run_of_parts(float (&to)[kRun], const T* row, int64_t apart, int64_t count, Round round) {
-  if (Group::rank() * kRun >= count) return;  // what is not loaded would be kept from row to row
+  if (Group::rank() * kRun >= count) return;  // avoids keeping unloaded registers across rows
   float parts[kParts][kRun];
   ARK_UNROLL for (int i = 0; i < kParts; ++i) load_run<Group>(parts[i], row + i * apart, count);
   ARK_UNROLL for (int j = 0; j < kRun; ++j) {
@@ -60,7 +60,7 @@ ARK_LOOP void load_run_of_parts(float (&to)[kRun], const T* row, int64_t apart, 
     to[j] = round(sum);
   }
 }
-// A run of any row.
+// A run of any row, aligned or not.
 template <int kRun, class T, class V>
 ARK_LOOP void store_pieces(T* to, const V (&from)[kRun]) {
   using P = Piece<T, kRun>;

@@ -1,7 +1,7 @@
 // Running sums and products along rows, in float64 or int64, each rounded to the result's type.
 //
-// Short rows: one a thread. Long ones: one after the other by all threads, some thousand elements at a time: a thread's
-// own, then those of the warp's lanes before it, then those of the warps before. The order depends on the row's length.
+// Short rows: one per thread. Long rows: one after the other by all threads, some thousand elements at a time: within a
+// thread, then over the lanes before it, then over the warps before it. The order depends only on the row's length.
 #pragma once
 
 #include "cuda/loop/group.cuh"
@@ -51,7 +51,7 @@ ARK_LOOP void scan_by_block(Out* to, const T* from) {
       const V other = __shfl_up_sync(~0u, sum, apart);
       if (lane() >= apart) sum = combined<kProduct>(other, sum);
     }
-    sync();  // the totals before have been read
+    sync();  // the previous totals have been read
     if (lane() == 31) totals[warp()] = sum;
     sync();
     const V lanes_before = __shfl_up_sync(~0u, sum, 1);
@@ -66,7 +66,7 @@ ARK_LOOP void scan_by_block(Out* to, const T* from) {
   }
 }
 
-// place(row, to_at, from_at) says where a row of kLength elements begins; kTo and kFrom are how far apart they are.
+// place(row, to_at, from_at) returns the offsets of a row of kLength elements, whose strides are kTo and kFrom.
 template <bool kProduct, int64_t kLength, int64_t kTo, int64_t kFrom, class Out, class T, class Place>
 ARK_LOOP void scan_rows(Out* to, const T* from, uint32 rows, Place place) {
   using V = typename Wide<kIsFloat<Out>>::type;

@@ -1,9 +1,9 @@
-// The k greatest of rows, and whole rows in order: the places of their elements. NaN is greater than all; of equals the
-// first comes first.
+// The positions of the k largest elements of rows, or of all elements in order. NaN is largest; of equals, the first
+// comes first.
 //
-// Short rows: several in a warp; an element's place in the order is how many come before it. Long rows: one after the
-// other by all threads, as keys in memory that are sorted. Where few of a long row are asked for, what is less than the
-// k-th of the threads' own greatest is left out first: k elements at least are not.
+// Short rows: several per warp; an element's rank is the number of elements that precede it. Long rows: one after the
+// other by all threads, which sort keys in memory. If few elements of a long row are selected, those below the k-th
+// largest of the threads' own maxima are dropped first: at least k elements remain.
 #pragma once
 
 #include "cuda/loop/group.cuh"
@@ -17,11 +17,11 @@ ARK_LOOP constexpr int64_t power_of_two(int64_t least) {
   return power;
 }
 
-// How rows of that length are gone about.
+// The algorithm for rows of that length.
 struct Selection {
   int64_t length, count;
   ARK_LOOP constexpr bool is_short() const { return length <= 256; }
-  // Elements that may be left when a threshold has been applied: all of the k threads that pass it.
+  // The most elements that can pass the threshold: all of the k threads whose maxima do.
   ARK_LOOP constexpr int64_t candidates() const { return count * ((length + kThreads - 1) / kThreads); }
   ARK_LOOP constexpr bool by_threshold() const { return length >= 1024 && count <= 256 && candidates() * 2 <= length; }
   ARK_LOOP constexpr int64_t keys() const {
@@ -30,7 +30,7 @@ struct Selection {
   }
 };
 
-// place(row, to_at, from_at) says where a row begins.
+// place(row, to_at, from_at) returns a row's offsets.
 template <bool kLargest, int64_t kTo, int64_t kFrom, Selection s, class T, class Place>
 ARK_LOOP void select_short(int64_t* to, const T* from, uint32 rows, Place place) {
   constexpr int kWidth = s.length < 32 ? static_cast<int>(power_of_two(s.length)) : 32;
@@ -78,7 +78,7 @@ ARK_LOOP void select_long(int64_t* to, const T* from, Key* keys) {
     sort_keys(keys, kThreads);
     const Key threshold = keys[s.count - 1];
     sync();
-    // In any order: they are sorted.
+    // In any order, as they are sorted next.
     for_elements(s.length, [&](int64_t i) {
       const Key key = key_of<kLargest>(from[i * kFrom], static_cast<uint32>(i));
       if (!(key < threshold)) keys[atomicAdd(&passed, 1u)] = key;
@@ -96,8 +96,8 @@ ARK_LOOP void select_long(int64_t* to, const T* from, Key* keys) {
   sync();
 }
 
-// Writes where the kCount greatest (least) of kLength elements are, for each row. `scratch` has kScratch bytes: room
-// for the keys where they are too many for shared memory.
+// Writes the positions of the kCount largest (smallest) of kLength elements, for each row. `scratch` has kScratch
+// bytes: room for the keys if they do not fit in shared memory.
 template <bool kLargest, int64_t kLength, int64_t kCount, int64_t kTo, int64_t kFrom, int64_t kScratch, class T,
           class Place>
 ARK_LOOP void select_rows(int64_t* to, const T* from, uint32 rows, char* scratch, Place place) {

@@ -1,5 +1,5 @@
-// What a task's function is given: which task it is, where its operands lie, and the worker that runs it. All of it is
-// in shared memory, and asked for where it is used, so that no register holds it through the function.
+// What a task's function receives: the task, the addresses of its operands, and the worker that runs it. All of it is
+// in shared memory and loaded where it is used, so that no register holds it throughout the function.
 #pragma once
 
 #include "cuda/loop/launch.cuh"
@@ -8,8 +8,8 @@
 
 namespace ark::loop {
 
-// What a worker's tasks need beside their operands, in shared memory: read from the kernel's parameter, or from where
-// the compiler keeps the tables' addresses, each would wait for the constant cache, which code passes through.
+// What a worker's tasks need besides their operands. It is in shared memory because reads of the kernel's parameter, or
+// of the tables' addresses, would wait for the constant cache, which instructions evict.
 struct Worker {
   const LaunchHead* head;
   char* scratch;  // in device memory
@@ -20,22 +20,21 @@ struct Worker {
   const WaitFor* waits;
   const int* signals;
   const LoadEntry* loads;
-  const TaskEntry* task;   // where packets are polled, for reports
+  const TaskEntry* task;   // for reports, while packets are polled
   const TaskEntry* tasks;  // its queue
   int task_count;
   int number;
   uint32 before;  // steps before this launch
   uint32 step;
-  uint32 looked;  // when a thread last looked at what the host writes
-  int rank;       // and what is below: of plans that push sums over ranks (pushed.cuh)
+  uint32 looked;  // when a thread last polled host memory
+  int rank;       // this and the next: for plans that push sums over ranks (pushed.cuh)
   char* packets[kMostRanks];
 };
 ARK_LOOP Worker& worker() {
   __shared__ Worker now;
   return now;
 }
-// Loads and stores that the compiler does where they stand: what is read before a task's function and behind it is in
-// no register meanwhile.
+// Loads and stores that the compiler may not move: no register keeps a value across a task's function.
 template <class T>
 ARK_LOOP T read_now(const T& of) {
   return *const_cast<const volatile T*>(&of);
@@ -45,20 +44,20 @@ ARK_LOOP void write_now(T& to, T x) {
   *const_cast<volatile T*>(&to) = x;
 }
 
-// Of a task's function: the task, by where it lies in shared memory.
+// For a task's function: the task, by its address in shared memory.
 struct Context {
   uint32 at;
   ARK_LOOP const TaskEntry& task() const { return *in_shared<const TaskEntry>(at); }
-  ARK_LOOP int64_t past() const { return read_now(task().end); }  // where the tile ends
+  ARK_LOOP int64_t past() const { return read_now(task().end); }  // the end of the tile
 };
 
-// Where what operands refer to begins, in shared memory: read from the kernel's parameter, each would wait for the
-// constant cache, which weights' pointers pass through once a step.
+// The base addresses that operands refer to. They are in shared memory because reads of the kernel's parameter would
+// wait for the constant cache, through which the weights' pointers pass once per step.
 template <int kPointers>
 struct Bases {
   char* at[Operand::packets + kPointers];  // the arena, own, packets; then the launch's pointers
 
-  // By all threads.
+  // Called by all threads.
   ARK_LOOP void fill(const Launch<kPointers>& launch, int worker) {
     const LaunchHead& head = launch.head;
     if (thread() == 0) {
@@ -74,7 +73,7 @@ ARK_LOOP char* address_of(char* const* bases, const Operand& one) {
   return bases[one.base == Operand::pointer ? Operand::packets + one.index : one.base - 1] + one.offset;
 }
 
-// Where the operands of a task lie, all in global memory; itself in shared memory.
+// The addresses of a task's operands, all in global memory; the list itself is in shared memory.
 struct Operands {
   uint32 at;
   ARK_LOOP char* operator[](int i) const {
@@ -84,7 +83,7 @@ struct Operands {
   }
 };
 
-// One of them that is asked for where it is used: no register holds it until then.
+// An operand whose address is loaded where it is used: no register holds it until then.
 template <class T>
 struct Later {
   Operands operands;
@@ -105,7 +104,7 @@ template <class T>
 ARK_LOOP T* now(const Later<T>& one) {
   return one.now();
 }
-// What lies there, whichever of the two says where.
+// The element type behind a pointer or a Later.
 template <class At>
 struct Pointee;
 template <class T>

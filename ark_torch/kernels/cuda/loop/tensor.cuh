@@ -1,5 +1,5 @@
-// Instructions that attention is made of beside those of products: 8 x 8 tiles transposed between registers, halves of
-// words, barriers that vote.
+// Instructions for attention besides those for products: 8 x 8 tiles transposed between registers, halves of words, and
+// a fast exponential.
 #pragma once
 
 #include "cuda/loop/group.cuh"
@@ -7,7 +7,7 @@
 
 namespace ark::loop {
 
-// An 8 x 8 tile of 16-bit elements (lane 4 i + j has elements 2 j and 2 j + 1 of row i), transposed.
+// Transposes an 8 x 8 tile of 16-bit elements (lane 4 i + j has elements 2 j and 2 j + 1 of row i).
 ARK_LOOP uint32 transpose_tile(uint32 x) {
   uint32 y;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));

@@ -1,9 +1,9 @@
-// Many rows: tiles of a and b on their way into shared memory.
+// Products of many rows: copies tiles of a and b to shared memory.
 //
-// A tile consists of lines of 128 bytes. Chunks of 16 bytes stand in a line where their number xor the line's says, so
-// eight lines are read, and eight chunks of a line written, without bank conflicts. A line is a part of one row of a
-// (column of b) along the depth; or, where elements of different rows (columns) are adjacent and can be transposed on
-// the way to the tensor cores, 64 of those at one depth. What lies outside of the matrix along the depth is zero.
+// A tile consists of lines of 128 bytes. Chunks of 16 bytes are swizzled (chunk number xor line number), so eight lines
+// can be read, and eight chunks of a line written, without bank conflicts. A line is a part of one row of a (column of
+// b) along the depth; or, if elements of different rows (columns) are contiguous and can be transposed on the way to
+// the tensor cores, 64 of those at one depth. Outside the matrix the depth reads as zero.
 #pragma once
 
 #include "cuda/loop/product.cuh"
@@ -21,16 +21,16 @@ ARK_LOOP const char* tile_chunk(const char* tile, int line, int chunk) {
   return tile + line * kLineBytes + ((chunk ^ line) & 7) * 16;
 }
 
-// One of the two matrices: `others` are its rows where it is a, its columns where it is b.
+// One of the two matrices: `others` are the rows of a, or the columns of b.
 template <class T, class At>
 struct Side {
   const T* data;
-  At at;  // at.a(o): where the o-th other begins, in elements
+  At at;  // at.a(o): position of the o-th other, in elements
   int64_t depth_stride;
   bool whole;  // chunks are aligned
 };
 
-// Where chunks are aligned: a thread keeps the place of each of its chunks, and moves it along the depth.
+// For aligned chunks: a thread keeps the address of each of its chunks and advances it along the depth.
 template <int kOthers, bool kAcross, class T, class At>
 class ChunkCopy {
   static constexpr int kPer = kPerChunk<T>, kDepth = kTileDepth<T>;
@@ -42,7 +42,7 @@ class ChunkCopy {
 
   ARK_LOOP ChunkCopy() : to_(pinned(shared_address(tile_chunk(workspace(), line_of(0), chunk())))) {}
 
-  // The next tile is of others o0 on, from depth 0 on; others end at o1.
+  // The next tile has others from o0 and starts at depth 0; others end at o1.
   ARK_LOOP void start(const Side<T, At>& side, int o0, int o1) {
     ARK_UNROLL for (int turn = 0; turn < kTurns; ++turn) {
       const int line = line_of(turn);
@@ -53,14 +53,14 @@ class ChunkCopy {
     }
   }
 
-  // To `at` of the workspace; from depth d on, a line's depth, which follow each other.
+  // Copies one line's depth, from depth d, to offset `at` of the workspace. Depths must be consecutive.
   ARK_LOOP void copy(int at, const Side<T, At>& side, int d, int depth) {
     ARK_UNROLL for (int turn = 0; turn < kTurns; ++turn) {
       const int line = line_of(turn);
       if (kChunks % kThreads != 0 && line >= kLines) break;
       const uint32 to = to_ + at + turn * (kThreads / 8 * kLineBytes);
       if (!kAcross && depth % kDepth == 0) {
-        // Others that are not there do not reach those that are: what stands there is as good as zeros.
+        // Missing others do not affect the present ones: their memory may contain anything.
         if (count_[turn] != 0) copy_16(to, from_[turn]);
       } else {
         const int left = depth - d - (kAcross ? line % kDepth : chunk() * kPer);
@@ -76,10 +76,10 @@ class ChunkCopy {
   ARK_LOOP int line_of(int turn) const { return turn * (kThreads / 8) + self_ / 8; }
   ARK_LOOP int chunk() const { return self_ % 8; }
 
-  const int self_ = thread_anew();  // such that nothing of it is kept from tile to tile
+  const int self_ = thread_anew();  // re-read: no register keeps anything of it across tiles
   uint32 to_;
   const T* from_[kTurns] = {};
-  int count_[kTurns] = {};  // of elements that are there: of others (lines across), else all or none
+  int count_[kTurns] = {};  // elements present: of others (lines across), else all or none
 };
 
 // Anything else: element by element.
@@ -97,7 +97,7 @@ class ElementCopy {
   }
 
   ARK_LOOP void copy(int tile, const Side<T, At>& side, int d0, int depth) const {
-    const bool depth_first = kAcross || side.depth_stride == 1;  // which of a warp's lanes are neighbours
+    const bool depth_first = kAcross || side.depth_stride == 1;  // whether adjacent lanes differ in depth
     const int64_t step = kAcross ? 1 : side.depth_stride;
     _Pragma("unroll 1") for (int i = thread_anew(); i < kLines * 8; i += kThreads) {
       const int line = depth_first ? i / 8 : i % kLines, chunk = depth_first ? i % 8 : i / kLines;

@@ -1,11 +1,11 @@
-// A tile of a product of halves on the tensor cores of sm_90a: groups of four warps multiply straight from shared
-// memory (wgmma), while all threads copy what comes next.
+// A tile of a half-type product on the tensor cores of sm_90a: warp groups multiply straight from shared memory (wgmma)
+// while all threads copy what comes next.
 //
-// A matrix in shared memory is what tile_copy.cuh makes of it, which is a layout that the instructions know: lines of
-// 128 bytes, chunks exchanged by the line's number, and every 1,024 bytes the pattern anew. A group has 64 rows and all
-// columns of the tile: with fewer, it would read as much of a for less, and reading is what takes the time. Groups
-// share the depth: of each line, the g-th adds up the g-th part, in steps of 16, and in the end their sums are added up
-// in order. So an element's sum depends on the tile's shape and the depth, not on where a tile begins.
+// tile_copy.cuh writes matrices in a layout that these instructions support: lines of 128 bytes with swizzled chunks, a
+// pattern that repeats every 1,024 bytes. A group has 64 rows and all columns of the tile: with fewer columns it would
+// read as much of a for less work, and reads are the bottleneck. Groups split the depth: the g-th adds up the g-th part
+// of each line, in steps of 16, and finally their sums are added in order. So an element's sum depends on the tile's
+// shape and the depth, not on the tile's position.
 #pragma once
 
 #include "cuda/loop/ptx_group.cuh"
@@ -21,8 +21,8 @@ struct GroupTile {
   static constexpr int kOver = kMyColumns / 8, kMine = kOver / kSplit;  // of products 64 x 8; that a group finishes
   static_assert(kRows % 64 == 0 && kColumns % kMyColumns == 0 && kOver % kSplit == 0 && kMine <= 8);
   static_assert(!kBAcross || 64 % kMyColumns == 0);
-  static_assert(kWorkspaceAlignment % 1024 == 0);  // chunks are exchanged by bits of their address
-  static constexpr bool kAsync = true;             // add() is done behind wait(), and finish() needs the workspace
+  static_assert(kWorkspaceAlignment % 1024 == 0);  // chunks are swizzled by bits of their address
+  static constexpr bool kAsync = true;             // add() is done after wait(), and finish() needs the workspace
 
   float sums[kOver][4];
   uint32 rows_ = matrix<kAAcross>(first_row()), columns_ = matrix<kBAcross>(first_column());
@@ -36,12 +36,12 @@ struct GroupTile {
     ARK_UNROLL for (int j = 0; j < kOver; ++j) ARK_UNROLL for (int e = 0; e < 4; ++e) sums[j][e] = 0;
   }
 
-  // How far apart steps of 16 of the depth are: as many lines, or 32 bytes of each line.
+  // The stride of steps of 16 along the depth: as many lines, or 32 bytes of each line.
   template <bool kLinesAcross>
   static constexpr int kStep = kLinesAcross ? 16 * kLineBytes : 32;
 
-  // This group's part of the depth of others o on, of a tile at the workspace's beginning. Lines across: of 64 others,
-  // 64 lines.
+  // The descriptor of this group's part of the depth for others from o on, in a tile at the workspace's start. If lines
+  // run across, 64 others take 64 lines.
   template <bool kLinesAcross>
   static ARK_LOOP uint32 matrix(int o) {
     const int others = kLinesAcross ? o / 64 * 64 * kLineBytes + o % 64 * 2 : o * kLineBytes;
@@ -49,7 +49,7 @@ struct GroupTile {
                                 64 * kLineBytes));
   }
 
-  // The tiles' places in the workspace.
+  // Arguments: the tiles' offsets in the workspace.
   ARK_LOOP void add(int a_at, int b_at) {
     begin_group_multiply();
     ARK_UNROLL for (int step = 0; step < 4 / kSplit; ++step)
@@ -58,7 +58,7 @@ struct GroupTile {
     end_group_multiply();
   }
 
-  // All but the last kLeft calls of add() are done.
+  // Waits until all but the last kLeft calls of add() are done.
   template <int kLeft>
   ARK_LOOP void wait() {
     if constexpr (kLeft == 0)
@@ -67,25 +67,25 @@ struct GroupTile {
       wait_group_multiply<kLeft>();
   }
 
-  // Where a thread leaves the j-th sums of part `from` for the part that finishes them: for the same thread of it.
+  // The place where a thread of part `from` leaves its j-th sums for the same thread of the part that finishes them.
   static ARK_LOOP Chunk* left_sums(int self, int from, int j) {
     const int to = j / kMine;
     const int slot = (from * (kSplit - 1) + to - (to > from)) * kMine + j % kMine;
     return reinterpret_cast<Chunk*>(workspace()) + (slot * kDown * kAcross + place(self)) * 128 + self % 128;
   }
 
-  // What other parts finish.
+  // Leaves the sums that other parts finish.
   ARK_LOOP void leave(int self) {
     if constexpr (kSplit > 1) {
-      sync();  // nobody reads the ring any more
+      sync();  // no one reads the ring any more
       ARK_UNROLL for (int j = 0; j < kOver; ++j) if (j / kMine != part(self)) * left_sums(self, part(self), j) = {
           bits_of(sums[j][0]), bits_of(sums[j][1]), bits_of(sums[j][2]), bits_of(sums[j][3])};
     }
   }
-  // The sums that this part finishes: of all parts, in order.
+  // Collects the sums that this part finishes, of all parts in order.
   ARK_LOOP void collect(int self, float (&mine)[kMine][4]) {
     if constexpr (kSplit > 1) sync();
-    if constexpr (kSplit == 2) {  // in either order
+    if constexpr (kSplit == 2) {  // the order of two does not matter
       const bool second = part(self) != 0;
       const Chunk* const others = left_sums(self, 1 - part(self), part(self) * kMine);
       ARK_UNROLL for (int i = 0; i < kMine; ++i) {
@@ -111,15 +111,15 @@ struct GroupTile {
     }
   }
 
-  // As TensorTile's. A bias is asked for while the last multiplications are under way, and before anything is stored:
-  // loads do not pass stores. Nothing of this is computed before the ring is empty: there are no registers for it.
+  // As in TensorTile. A bias is loaded while the last multiplications run and before anything is stored, since loads do
+  // not pass stores. Nothing here is computed before the ring is empty: there are no registers for it.
   template <class At, class Out, class Bias>
   ARK_LOOP void finish(const Product& s, const At& at, Out* out, const Bias* bias, int r, int r1, int c, int c1,
                        bool paired) {
     const int self = thread_anew(), lane = self % 32;
     const int row = r + first_row(self) + self / 32 % 4 * 16 + lane / 4;
     const int my_columns = c + first_column(self) + part(self) * kMine * 8, column = my_columns + lane % 4 * 2;
-    float held[2] = {}, mine[kMine][4];  // of one bias for all rows a lane holds two columns
+    float held[2] = {}, mine[kMine][4];  // if all rows share the bias, a lane holds two columns of it
     ARK_UNROLL for (int e = 0; e < 2; ++e) if (kHasBias<Bias> && s.bias_row == 0 && lane * 2 < kMine * 8 &&
                                                my_columns + lane * 2 + e < c1) held[e] =
         bias_of(s, bias, 0, my_columns + lane * 2 + e);
@@ -151,8 +151,8 @@ struct GroupTile {
     }
   }
 
-  // Of eight columns a lane has two, beside those of the next lane. Of two times eight, two lanes exchange what makes
-  // each store four adjacent ones: fewer and longer pieces.
+  // Of eight columns a lane has two, adjacent to the next lane's. Over two octets, pairs of lanes exchange columns so
+  // that each stores four adjacent ones: fewer and longer stores.
   template <class Out>
   static ARK_LOOP void store_exchanged(Out* to, const float (&mine)[kMine][4], int half, bool odd, bool there) {
     ARK_UNROLL for (int i = 0; i + 1 < kMine; i += 2) {

@@ -1,6 +1,6 @@
-// A tile of a product in float32 by fused multiply-adds: what a thread has of it, one line's depth (32) at a time.
+// A tile of a float32 product by fused multiply-adds: a thread's part of it, one line's depth (32) at a time.
 //
-// Products of a line's depth are added up one by one, in order, and lines' sums likewise: an element's sum does not
+// Products within a line's depth are added one by one, in order, and so are the lines' sums: an element's sum does not
 // depend on the tile's shape, and its error grows with the number of lines.
 #pragma once
 
@@ -10,7 +10,7 @@ namespace ark::loop {
 
 template <int kRows, int kColumns>
 struct PlainTile {
-  // Threads down and across: a warp is 4 x 8 of them. A thread's rows (columns) are as far apart.
+  // Threads down and across; a warp is 4 x 8 of them. These are also the strides of a thread's rows and columns.
   static constexpr int kThreadsDown = kRows == 16 ? 8 : kColumns == 32 ? 32 : 16;
   static constexpr int kThreadsAcross = kThreads / kThreadsDown;
   static constexpr int kDown = kRows / kThreadsDown, kOver = kColumns / kThreadsAcross;
@@ -18,7 +18,7 @@ struct PlainTile {
 
   float sums[kDown][kOver];
 
-  const int self = thread_anew();  // such that nothing of it is kept from tile to tile
+  const int self = thread_anew();  // re-read: no register keeps anything of it across tiles
   ARK_LOOP int first_row() const { return self / 32 / (kThreadsAcross / 8) * 4 + self % 32 / 8; }
   ARK_LOOP int first_column() const { return self / 32 % (kThreadsAcross / 8) * 8 + self % 8; }
 
@@ -26,7 +26,7 @@ struct PlainTile {
     ARK_UNROLL for (int i = 0; i < kDown; ++i) ARK_UNROLL for (int j = 0; j < kOver; ++j) sums[i][j] = 0;
   }
 
-  // The tiles' places in the workspace.
+  // Arguments: the tiles' offsets in the workspace.
   ARK_LOOP void add(int a_at, int b_at) {
     const char *const a = workspace() + a_at, *const b = workspace() + b_at;
     auto load = [](const char* tile, int line, int chunk) {
@@ -34,7 +34,7 @@ struct PlainTile {
     };
     float line[kDown][kOver] = {};
     _Pragma("unroll 1") for (int chunk = 0; chunk < 8; ++chunk) {
-      Chunk columns[kOver];  // of which there are no more than of rows
+      Chunk columns[kOver];  // no more of them than rows
       ARK_UNROLL for (int j = 0; j < kOver; ++j) columns[j] = load(b, first_column() + j * kThreadsAcross, chunk);
       ARK_UNROLL for (int i = 0; i < kDown; ++i) {
         const Chunk row = load(a, first_row() + i * kThreadsDown, chunk);

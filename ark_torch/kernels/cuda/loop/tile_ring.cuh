@@ -1,7 +1,7 @@
-// Many rows: tiles of both matrices pass through a ring in shared memory.
+// Products of many rows: tiles of both matrices pass through a ring in shared memory.
 //
-// The ring's stages are filled ahead of the multiplications, without a break where one tile of the result ends and the
-// next begins, unless finishing one needs their memory; one barrier a stage.
+// The ring's stages are filled ahead of the multiplications, without a break between one tile of the result and the
+// next, unless finishing a tile needs their memory. There is one barrier per stage.
 #pragma once
 
 #include "cuda/loop/tile_group.cuh"
@@ -17,20 +17,20 @@ ARK_LOOP bool stored_in_pairs(const Product& s, const Out* out, int c0) {
          is_aligned(out, 2 * static_cast<int>(sizeof(Out)));
 }
 
-// An asynchronous tile is left to be finished.
+// An asynchronous tile is not finished here; the caller does that.
 template <class ACopy, class BCopy, int kRows, int kColumns, class Tile, class T, class At, class BAt, class Out,
           class Bias>
 ARK_LOOP void ring_product(Tile& tile, const Product& s, const Side<T, At>& a, const Side<T, BAt>& b, Out* out,
                            const Bias* bias, int r0, int r1, int c0, int c1) {
   constexpr int kABytes = ACopy::kBytes, kBytes = kABytes + BCopy::kBytes;
   constexpr int kStages = least((Tile::kAsync ? kGroupWorkspaceBytes : kWorkspaceBytes) / kBytes, 8);
-  // A stage is filled anew that many stages after its own. Where there are many, a multiplication may last until then.
+  // A stage is refilled kBehind stages after its use. With many stages, a multiplication may run until then.
   constexpr int kBehind = Tile::kAsync && kStages >= 5 ? 2 : 1;
   constexpr int kDepth = kTileDepth<T>;
   const int steps = s.depth > 0 ? static_cast<int>(in_wholes(s.depth, kDepth)) : 1;
   const bool paired = stored_in_pairs<At>(s, out, c0);
 
-  // Where a stage is: of which tile of the result, which depth.
+  // The position of a stage: tile of the result, and depth.
   struct Place {
     int r, c, step;
   };
@@ -72,7 +72,7 @@ ARK_LOOP void ring_product(Tile& tile, const Product& s, const Side<T, At>& a, c
       tile.template wait<kBehind - 1>();
       show_to_group_multiply();
     }
-    sync();  // all have it, and are done with the stage that is filled now
+    sync();  // the stage has arrived for all, and all are done with the one to be refilled
     const int filled = stage < kBehind ? stage + kStages - kBehind : stage - kBehind;
     if constexpr (!Tile::kAsync) fill(filled);
     tile.add(stage * kBytes, stage * kBytes + kABytes);

@@ -1,13 +1,13 @@
-// A tile of a product of halves on the tensor cores: what a warp has of it, one line's depth (64) at a time.
+// A tile of a half-type product on tensor cores: a warp's part of it, one line's depth (64) at a time.
 //
-// Products are added up along the depth in steps of 16, in order: an element's sum does not depend on the tile's shape.
+// Products are added along the depth in steps of 16, in order: an element's sum does not depend on the tile's shape.
 #pragma once
 
 #include "cuda/loop/tile_copy.cuh"
 
 namespace ark::loop {
 
-// kAAcross, kBAcross: what lines are, see tile_copy.cuh.
+// kAAcross, kBAcross: whether lines run across the depth, see tile_copy.cuh.
 template <class T, int kRows, int kColumns, bool kAAcross, bool kBAcross>
 struct TensorTile {
   static constexpr int kWarpsDown = kRows == 16 ? 1 : kRows == 128 && kColumns == 32 ? 8 : 4;
@@ -18,7 +18,7 @@ struct TensorTile {
 
   float sums[kDown][kOver][4];
 
-  const int self = thread_anew();  // such that nothing of it is kept from tile to tile
+  const int self = thread_anew();  // re-read: no register keeps anything of it across tiles
   ARK_LOOP int lane() const { return self % 32; }
   ARK_LOOP int first_row() const { return self / 32 / kWarpsAcross * kMyRows; }
   ARK_LOOP int first_column() const { return self / 32 % kWarpsAcross * kMyColumns; }
@@ -28,7 +28,7 @@ struct TensorTile {
         ARK_UNROLL for (int e = 0; e < 4; ++e) sums[i][j][e] = 0;
   }
 
-  // Where a lane's line of four 8 x 8 matrices stands: others o (two matrices) by depth d (two).
+  // The address of a lane's line of four 8 x 8 matrices: others o (two matrices) by depth d (two).
   template <bool kLinesAcross>
   ARK_LOOP const char* matrix_line(const char* tile, int o, int d, int o_matrix, int d_matrix) const {
     if constexpr (kLinesAcross) {
@@ -39,10 +39,10 @@ struct TensorTile {
     }
   }
 
-  // A tile of few rows and columns leaves warps without work.
+  // A tile of few rows and columns leaves some warps without work.
   ARK_LOOP bool idle() const { return self / 32 >= kWarpsDown * kWarpsAcross; }
 
-  // The tiles' places in the workspace.
+  // Arguments: the tiles' offsets in the workspace.
   ARK_LOOP void add(int a_at, int b_at) {
     if (idle()) return;
     const char *const a = workspace() + a_at, *const b = workspace() + b_at;
@@ -52,8 +52,8 @@ struct TensorTile {
       ARK_UNROLL for (int i = 0; i < kDown; ++i)
           load_matrices<kAAcross>(rows[i], matrix_line<kAAcross>(a, first_row() + i * 16, d, m % 2, m / 2));
       ARK_UNROLL for (int j = 0; j < kOver; j += 2) {
-        uint32 columns[4];  // two times 8, each in two halves of the depth
-        // A last odd one is loaded twice.
+        uint32 columns[4];  // two octets, each in two halves of the depth
+        // An odd last octet is loaded twice.
         load_matrices<kBAcross>(columns,
                                 matrix_line<kBAcross>(b, first_column() + j * 8, d, j + 1 < kOver ? m / 2 : 0, m % 2));
         ARK_UNROLL for (int i = 0; i < kDown; ++i) {
@@ -64,7 +64,7 @@ struct TensorTile {
     }
   }
 
-  // The tile begins at row r and column c.
+  // The tile starts at row r and column c.
   template <class At, class Out, class Bias>
   ARK_LOOP void finish(const Product& s, const At& at, Out* out, const Bias* bias, int r, int r1, int c, int c1,
                        bool paired) const {

@@ -1,10 +1,10 @@
-// Types of the loop kernel's device library: elements as they lie in memory, and what a thread computes with.
+// Types of the loop kernel's device library: elements in memory, and the types in which threads compute.
 //
-// The text that a plan's stages are emitted as is the CPU target's (cpu/types.hpp): what is 16 lanes of a vector there
-// is one number of one thread here, so "Floats" is a float, and the library spreads columns over threads instead of
-// lanes. Floating types compute as float32, integers as 64 bits, bool as bool. Elements are read by plain loads: what
-// other SMs wrote in this very launch is seen behind the acquire of a wait (loop.cuh), so nothing here may go through
-// the read-only path but parameters.
+// A plan's stages are emitted as the same text as for the CPU target (cpu/types.hpp): where that computes vectors of 16
+// lanes, one thread computes one number here. So "Floats" is a float, and the library spreads columns over threads
+// instead of lanes. Floating types compute in float32, integers in 64 bits, bool in bool. Elements are read by plain
+// loads, which see other SMs' writes after the acquire of a wait (loop.cuh); only parameters may be read through the
+// read-only path.
 #pragma once
 
 #include "protocol/base.hpp"
@@ -29,7 +29,7 @@ using Floats = float;
 using Ints = int64_t;
 using Mask = bool;
 
-// Elements in memory that C++ has no type for.
+// Element types that C++ lacks.
 struct bf16 {
   uint16 bits;
 };
@@ -68,27 +68,27 @@ ARK_LOOP constexpr Mask splat(bool x) {
   return x;
 }
 
-// An operand, of which the compiler is told that it lies in global memory.
+// An operand, with the assumption that it is in global memory.
 template <class T>
 ARK_LOOP T* in_global(char* at) {
   __builtin_assume(__isGlobal(at));
   return reinterpret_cast<T*>(at);
 }
 
-// Of which the compiler is told that it is a multiple of 16 bytes.
+// A pointer, with the assumption that it is a multiple of 16 bytes.
 template <class T>
 ARK_LOOP T* aligned(T* at) {
   __builtin_assume((bits_as<uint64>(at) & 15) == 0);
   return at;
 }
 
-// So many elements that are loaded or stored as one.
+// So many elements, loaded or stored as one.
 template <class T, int kElements>
 struct alignas(kElements * sizeof(T)) Together {
   T at[kElements];
 };
 
-// ---- One element, in the type that is computed with, and back.
+// ---- Conversion of an element to the type that is computed with, and back
 
 ARK_LOOP float widen(float x) {
   return x;
@@ -117,7 +117,7 @@ ARK_LOOP bool widen(bool x) {
   return x;
 }
 
-// Two numbers as two 16-bit elements of type T, to the nearest, ties to even; the first in the low half.
+// Two numbers as two 16-bit elements of type T, rounded to nearest even; the first is in the low half.
 ARK_LOOP uint32 pack_two(float low, float high, bf16) {
   uint32 both;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
@@ -128,7 +128,7 @@ ARK_LOOP uint32 pack_two(float low, float high, f16) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
   return both;
 }
-// The same of one number. By the instruction for two, which is several times as fast as the one for one.
+// The same for one number, by the instruction for two, which is several times as fast as the one for one.
 ARK_LOOP float narrow(float x, float) {
   return x;
 }
@@ -157,8 +157,8 @@ ARK_LOOP void store_one(T* to, V x) {
   *to = narrow(x, T{});
 }
 
-// The sum of kParts elements, so far apart, in order; all are asked for before any is added, or, with few registers,
-// one after the other.
+// The in-order sum of kParts elements, `apart` elements apart. All loads are issued before the additions, or, to save
+// registers, one by one.
 template <int kParts, bool kTogether = true>
 ARK_LOOP float load_parts(const float* from, int64_t apart) {
   float sum = *from;
@@ -172,7 +172,7 @@ ARK_LOOP float load_parts(const float* from, int64_t apart) {
   return sum;
 }
 
-// Rounds to a narrower type, staying wide.
+// Rounds to a narrower type, but keeps the wide one.
 template <class V, class T>
 ARK_LOOP V round_to(V x, T type) {
   return widen(narrow(x, type));

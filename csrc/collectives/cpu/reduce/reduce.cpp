@@ -1,7 +1,7 @@
-// Which operations exist for which types, and which instruction set's kernels carry them out.
+// Selects reduction kernels by type, operation and instruction set.
 //
-// The instruction set is found out once; force_reduce_isa exists for tests, which compare the sets bit for bit. The
-// choice is one pointer to constant data, so a relaxed atomic is enough.
+// The instruction set is detected once. force_reduce_isa lets tests compare the sets bit for bit. The choice is one
+// pointer to constant data, so a relaxed atomic suffices.
 #include "reduce.hpp"
 
 #include <atomic>
@@ -35,7 +35,7 @@ bool has_avx512() {
 }
 #endif
 
-// Null when this machine lacks the set, or nobody has heard of it.
+// Returns null if this machine lacks the set or the name is unknown.
 const Isa* available(const char* name) {
 #if defined(__x86_64__)
   if (std::strcmp(name, kAvx512.name) == 0) return has_avx512() ? &kAvx512 : nullptr;
@@ -61,7 +61,7 @@ bool is_complex(DType dtype) {
 }
 bool is_integer(DType dtype) {
   return dtype <= DType::i64;
-}  // bool included
+}  // includes bool
 
 }  // namespace
 

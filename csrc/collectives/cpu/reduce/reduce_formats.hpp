@@ -1,9 +1,9 @@
-// Element formats: how bytes in memory become accumulator lanes and back. Private to the reduce_<isa>.cpp files.
+// Element formats: convert stored lanes to accumulator lanes and back. Private to the reduce_<isa>.cpp files.
 //
-// A format has Raw (lanes as stored), Acc (lanes as accumulated; same number of them), decode, and encode, which
-// rounds once to nearest even. Bits agree with PyTorch 2.13's conversions: overflow gives infinity where the format
-// has one, +-448 in e4m3fn (infinity included; older versions gave NaN) and NaN in the fnuz formats, which have no
-// negative zero; e8m0fnu drops the sign. encode takes canonical NaNs only (see canonical()).
+// A format has Raw (stored lanes), Acc (the same number of accumulator lanes), decode, and encode, which rounds once to
+// nearest even. The bits match the conversions of PyTorch 2.13. Overflow gives infinity if the format has one, +-448 in
+// e4m3fn (also for infinity; older versions gave NaN), and NaN in the fnuz formats, which have no negative zero.
+// e8m0fnu drops the sign. encode requires canonical NaNs (see canonical()).
 #pragma once
 
 #include "reduce_lanes.hpp"
@@ -11,7 +11,7 @@
 
 namespace ark::ARK_REDUCE_ISA {
 
-// Accumulates in its own type: float32, float64, integers (unsigned ones where wrapping must be defined).
+// Accumulates in its own type: float32, float64, integers (unsigned if wrapping must be defined).
 template <class T>
 struct Native {
   using Raw = Vec<T, ARK_REDUCE_BYTES / sizeof(T)>;
@@ -20,7 +20,7 @@ struct Native {
   static ARK_INLINE Raw encode(Acc x) { return x; }
 };
 
-// Any byte but 0 counts as true; results are 0 or 1.
+// Any byte but 0 is true; results are 0 or 1.
 struct Boolean {
   using Raw = Vec<uint8_t, ARK_REDUCE_BYTES>;
   using Acc = Raw;
@@ -40,18 +40,18 @@ struct BFloat16 {
 
 enum class Specials { ieee, fn, fnuz };  // infinity and NaNs; one NaN magnitude; one NaN in place of -0
 
-// Sign, kExponent bits, kMantissa bits: float16 and the four signed float8 formats, by integer arithmetic.
+// Sign, kExponent bits, kMantissa bits: float16 and the four signed float8 formats, in integer arithmetic.
 template <class Bits, int kExponent, int kMantissa, int kBias, Specials kSpecials>
 struct SmallFloat {
   using Raw = Vec<Bits, kLanes>;
   using Acc = F32;
   static constexpr int kShift = 23 - kMantissa;  // mantissa bits that rounding drops
-  static constexpr int kRebias = 127 - kBias;    // between the exponents' biases
+  static constexpr int kRebias = 127 - kBias;    // difference of the exponents' biases
   static constexpr int kSign = 1 << (kExponent + kMantissa);
   static constexpr int kTopExponent = (kSign - 1) & -(1 << kMantissa);  // ieee: infinity
   static constexpr int kNan = kSpecials == Specials::fnuz ? kSign
                               : kSpecials == Specials::fn ? kSign - 1
-                              : sizeof(Bits) == 1         ? kSign - 1  // PyTorch's choice for e5m2: all ones
+                              : sizeof(Bits) == 1         ? kSign - 1  // as PyTorch does for e5m2: all ones
                                                           : kTopExponent | (1 << (kMantissa - 1));
   static constexpr int kOverflow = kSpecials == Specials::ieee ? kTopExponent
                                    : kSpecials == Specials::fn ? kSign - 2  // the largest value
@@ -77,7 +77,7 @@ struct SmallFloat {
 
   static ARK_INLINE Raw encode(Acc x) {
     constexpr int kSmallestNormal = (kRebias + 1) << 23;
-    constexpr float kMagic = power(23 + 1 - kBias - kMantissa);  // its last bit weighs as much as ours
+    constexpr float kMagic = power(23 + 1 - kBias - kMantissa);  // its last bit has the weight of the format's
     const I32 u = bits_as<I32>(x);
     const I32 magnitude = u & 0x7fffffff;
     const I32 odd = (magnitude >> kShift) & 1;
@@ -91,7 +91,7 @@ struct SmallFloat {
   }
 };
 
-// The CPU's own conversion where it has one.
+// Uses the CPU's conversion if it has one.
 #if ARK_REDUCE_BYTES == 64
 struct Float16 {
   using Raw = Vec<uint16_t, kLanes>;
@@ -120,8 +120,8 @@ using Float8E5M2 = SmallFloat<uint8_t, 5, 2, 15, Specials::ieee>;
 using Float8E4M3FNUZ = SmallFloat<uint8_t, 4, 3, 8, Specials::fnuz>;
 using Float8E5M2FNUZ = SmallFloat<uint8_t, 5, 2, 16, Specials::fnuz>;
 
-// Powers of two from 2^-127 to 2^127, and NaN (255). A tie rounds up, towards PyTorch's implied odd bit, except
-// below the smallest normal float32.
+// Powers of two from 2^-127 to 2^127, and NaN (255). Ties round up, towards PyTorch's implied odd bit, except below the
+// smallest normal float32.
 struct Float8E8M0FNU {
   using Raw = Vec<uint8_t, kLanes>;
   using Acc = F32;
@@ -132,7 +132,7 @@ struct Float8E8M0FNU {
   }
   static ARK_INLINE Raw encode(Acc x) {
     const I32 any = bits_as<I32>(x) & 0x7fffffff;
-    const I32 magnitude = any < 0x7f800000 ? any : I32{} + 0x7f800000;           // NaN goes where infinity goes: to 255
+    const I32 magnitude = any < 0x7f800000 ? any : I32{} + 0x7f800000;           // NaN becomes 255, like infinity
     return narrow<Raw>((magnitude + 0x3fffff - (magnitude >= 0x800000)) >> 23);  // a true comparison is -1
   }
 };

@@ -1,4 +1,4 @@
-// The kernel tables of the instruction sets, one in each reduce_<isa>.cpp. Private to reduce*.cpp.
+// One kernel table per instruction set, each in its reduce_<isa>.cpp. Private to reduce*.cpp.
 #pragma once
 
 #include "reduce.hpp"

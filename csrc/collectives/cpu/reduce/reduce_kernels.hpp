@@ -1,9 +1,9 @@
-// The loops over elements and ranks, and the table of them for one instruction set. Private to reduce_<isa>.cpp.
+// The loops over elements and ranks, and their table for one instruction set. Private to reduce_<isa>.cpp.
 //
-// Ranks are combined in rank order, always. Hot kernels take four ranks a pass from the sources to the result; more
-// ranks go block by block through an accumulator that stays in the L1 cache. Cold ones loop over the ranks for each
-// vector: one function instead of ten, which is what lets this file compile in seconds. Every pass loads a vector's or
-// block's sources before it stores the result there, which is what lets the result replace one of the sources.
+// Ranks are always combined in rank order. Hot kernels take up to four ranks per pass; more ranks go block by block
+// through an accumulator in the L1 cache. Cold kernels loop over the ranks for each vector: one function instead of
+// ten, which keeps this file's compile time to seconds. Every pass loads its sources before it stores the result, so
+// the result may replace a source.
 #pragma once
 
 #include "reduce_formats.hpp"
@@ -19,20 +19,20 @@ struct Kernel {
   using Raw = typename Format::Raw;
   using Acc = typename Format::Acc;
   static constexpr bool kHot = kHot_;
-  static constexpr size_t kStep = sizeof(Raw) / sizeof(ElementOf<Raw>);  // scalars of one vector
-  static constexpr size_t kBytes = sizeof(ElementOf<Raw>);               // of one scalar in memory
-  static constexpr size_t kBlock = 2048 / sizeof(Acc);                   // vectors of the accumulator
+  static constexpr size_t kStep = sizeof(Raw) / sizeof(ElementOf<Raw>);  // scalars per vector
+  static constexpr size_t kBytes = sizeof(ElementOf<Raw>);               // bytes per scalar in memory
+  static constexpr size_t kBlock = 2048 / sizeof(Acc);                   // vectors in the accumulator
 };
 
-inline constexpr int kFused = 4;  // ranks of one pass of a hot kernel
+inline constexpr int kFused = 4;  // ranks per pass of a hot kernel
 
 struct Job {
   unsigned char* out;
   unsigned char* out2;
-  const void* const* sources;  // from the pass's first rank on
-  const double* factors;       // likewise; premul_sum only
+  const void* const* sources;  // starting at the pass's first rank
+  const double* factors;       // same; premul_sum only
   int ranks;                   // of the whole operation
-  double divisor;              // of an average
+  double divisor;              // for an average
 };
 
 template <class K, bool kWhole>
@@ -51,7 +51,7 @@ ARK_INLINE void give(const Job& job, typename K::Acc x, size_t at, size_t lanes)
   if (job.out2) store<kWhole>(job.out2 + at, raw, lanes);
 }
 
-// One vector of all ranks: of a cold kernel, and the last, incomplete one of every kernel.
+// Combines one vector of all ranks: in cold kernels, and for the last, incomplete vector of every kernel.
 template <class K, bool kWhole>
 ARK_INLINE void all_ranks(const Job& job, size_t at, size_t lanes) {
   auto x = take<K, kWhole>(job.sources[0], at, lanes, job.factors);
@@ -61,11 +61,11 @@ ARK_INLINE void all_ranks(const Job& job, size_t at, size_t lanes) {
   give<K, kWhole>(job, x, at, lanes);
 }
 
-// Combines `kRanks` sources, after the accumulator if kFromAcc, into the result or accumulator: scalars [begin, end),
-// whole vectors.
+// Combines `kRanks` sources, after the accumulator if kFromAcc, into the result or the accumulator, for scalars [begin,
+// end) in whole vectors.
 template <class K, bool kFromAcc, bool kToOut, int kRanks>
 __attribute__((noinline)) void pass(const Job& given, typename K::Acc* acc, size_t begin, size_t end) {
-  const Job job = given;  // a copy that stores through out cannot change
+  const Job job = given;  // a copy that stores through `out` cannot change
   const void* from[kRanks];
   for (int r = 0; r < kRanks; r++) from[r] = job.sources[r];
   constexpr int kFirst = kFromAcc ? 0 : 1;
@@ -86,7 +86,7 @@ __attribute__((noinline)) void pass(const Job& given, typename K::Acc* acc, size
   }
 }
 
-// The last 1 to kFused ranks, into the result.
+// Combines the last 1 to kFused ranks into the result.
 template <class K, bool kFromAcc>
 ARK_INLINE void last_pass(const Job& job, int ranks, typename K::Acc* acc, size_t begin, size_t end) {
   switch (ranks) {
@@ -97,7 +97,7 @@ ARK_INLINE void last_pass(const Job& job, int ranks, typename K::Acc* acc, size_
   }
 }
 
-// Whole vectors up to `end`, four ranks a pass.
+// Whole vectors up to `end`, four ranks per pass.
 template <class K>
 ARK_INLINE void fused(const Job& whole, size_t end) {
   static_assert(kFused == 4, "last_pass and the pass's unrolling know it");
@@ -139,7 +139,7 @@ void reduce(void* out, void* out2, const void* const* sources, int ranks, size_t
   if (whole < end) all_ranks<K, false>(job, whole * K::kBytes, end - whole);
 }
 
-// A format's scalars as its accumulators, and back: those of a type that is added up in float32.
+// Converts a format's scalars to its accumulator type or back, for types that accumulate in float32.
 template <class Format, bool kWiden>
 void convert(void* out, const void* in, size_t count) {
   const DefaultFloatMode mode;
@@ -186,7 +186,7 @@ inline ConvertFn find_converter(DType dtype, bool widen) {
   }
 }
 
-// Hot where speed matters: SUM and AVG of the types that models are trained in.
+// Hot kernels are those where speed matters: SUM and AVG of the types used in training.
 inline constexpr bool kHot = true;
 inline constexpr bool kCold = false;
 
@@ -203,7 +203,7 @@ ReduceFn float_kernel(ReduceOp op) {
   }
 }
 
-// A complex number is two scalars in a row, which only a product mixes.
+// A complex number is two adjacent scalars, which only a product mixes.
 template <class K>
 void reduce_pairs(void* out, void* out2, const void* const* sources, int ranks, size_t count, const double* factors) {
   reduce<K>(out, out2, sources, ranks, 2 * count, factors);

@@ -1,10 +1,9 @@
 // Vectors of one instruction set: types, loads, stores, selects. Private to the reduce_<isa>.cpp files.
 //
-// Each of those files compiles this header and the other reduce_*.hpp kernels once, in a namespace named after the
-// instruction set (ARK_REDUCE_ISA) and under that set's target pragma. Rule that keeps the binary safe on older
-// CPUs: everything here lives in that namespace, and nothing here calls an inline function from elsewhere (std::
-// included): the linker keeps one copy of such a function, which may be the one compiled for AVX-512.
-// The compiler's own vector types are used, so vectorisation does not depend on flags or on the optimiser.
+// Each of those files compiles the reduce_*.hpp kernels in a namespace named after the instruction set
+// (ARK_REDUCE_ISA), under that set's target pragma. To keep the binary safe on older CPUs, code here must not call
+// inline functions from elsewhere, std:: included: the linker keeps one copy, possibly the one compiled for AVX-512.
+// The compiler's vector types make vectorisation independent of flags and the optimiser.
 #pragma once
 
 #if !defined(ARK_REDUCE_ISA) || !defined(ARK_REDUCE_BYTES)
@@ -22,7 +21,7 @@ struct VecOf {
 template <class T, int N>
 using Vec = typename VecOf<T, N>::type;
 
-inline constexpr int kLanes = ARK_REDUCE_BYTES / 4;  // float32 lanes of one vector
+inline constexpr int kLanes = ARK_REDUCE_BYTES / 4;  // float32 lanes per vector
 using F32 = Vec<float, kLanes>;
 using I32 = Vec<int32_t, kLanes>;
 using F64 = Vec<double, kLanes / 2>;
@@ -38,11 +37,11 @@ ARK_INLINE To bits_as(From from) {
 template <class V>
 using ElementOf = std::remove_cvref_t<decltype(V{}[0])>;
 
-// The integer vector that a comparison of V gives, and whose bits are V's.
+// The integer vector type that comparing V values gives, with as many bits as V.
 template <class V>
 using MaskOf = std::remove_cvref_t<decltype(V{} == V{})>;
 
-// A whole vector, or its first `lanes` elements with zeros behind; no alignment is asked for.
+// Loads a whole vector, or its first `lanes` elements followed by zeros. Needs no alignment.
 template <class V, bool kWhole>
 ARK_INLINE V load(const unsigned char* from, size_t lanes) {
   V v = {};
@@ -58,8 +57,8 @@ ARK_INLINE void store(unsigned char* to, V v, size_t lanes) {
 template <class V>
 inline constexpr bool kIsFloat = std::is_floating_point_v<ElementOf<V>>;
 
-// Every NaN becomes the positive quiet NaN with an empty payload: which operand's payload an addition keeps depends
-// on the order the compiler puts them in, and the NaN of inf - inf has another sign on each architecture.
+// Makes every NaN the positive quiet NaN with an empty payload. Otherwise the payload would depend on the compiler's
+// operand order, and the sign of inf - inf on the architecture.
 template <class V>
 ARK_INLINE V canonical(V x) {
   if constexpr (kIsFloat<V>) {
@@ -69,8 +68,8 @@ ARK_INLINE V canonical(V x) {
   }
 }
 
-// Rounding to nearest even and exact subnormals for the length of one call, whatever the calling thread has set
-// (torch.set_flush_denormal, fesetround): the result must not depend on which thread happens to add.
+// Sets rounding to nearest even and exact subnormals for one call, so that results do not depend on the calling
+// thread's mode (torch.set_flush_denormal, fesetround).
 class DefaultFloatMode {
  public:
   ARK_INLINE DefaultFloatMode() : saved_(get()) {

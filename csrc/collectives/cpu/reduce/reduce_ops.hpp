@@ -1,8 +1,8 @@
-// What combines two accumulators. Private to the reduce_<isa>.cpp files.
+// The operations that combine two accumulators. Private to the reduce_<isa>.cpp files.
 //
-// combine(a, b): a holds the ranks before, b is the next rank. Integers come as unsigned types for everything but
-// MIN and MAX, so that they wrap. MIN and MAX on floats are IEEE 754-2019's minimum and maximum: a NaN wins, and -0
-// is below +0, so that the order of ranks does not matter.
+// combine(a, b): a holds the earlier ranks, b is the next rank. Integers are unsigned except for MIN and MAX, so that
+// they wrap. MIN and MAX on floats are IEEE 754-2019 minimum and maximum: NaN wins and -0 is below +0, so the order of
+// ranks does not matter.
 #pragma once
 
 #include "reduce_lanes.hpp"
@@ -10,8 +10,8 @@
 namespace ark::ARK_REDUCE_ISA {
 
 struct PlainOp {
-  static constexpr bool kPremultiply = false;  // every rank's lanes times its factor first
-  static constexpr bool kAverage = false;      // divided by the number of ranks at the end
+  static constexpr bool kPremultiply = false;  // first multiplies every rank's lanes by its factor
+  static constexpr bool kAverage = false;      // divides by the number of ranks at the end
 };
 
 struct Sum : PlainOp {
@@ -34,7 +34,7 @@ struct Product : PlainOp {
   }
 };
 
-// Lanes are (real, imaginary) pairs: (ar br - ai bi, ar bi + ai br), each product rounded, as c10::complex does it.
+// Lanes are (real, imaginary) pairs: (ar br - ai bi, ar bi + ai br), each product rounded, as in c10::complex.
 struct ComplexProduct : PlainOp {
   template <int kOr, int kAnd, int kXor, class V, int... I>
   static ARK_INLINE V pick(V v, std::integer_sequence<int, I...>) {
@@ -66,7 +66,7 @@ struct Extremum : PlainOp {
     if constexpr (kIsFloat<V>) {
       using M = MaskOf<V>;
       const M zeros = kMax ? bits_as<M>(a) & bits_as<M>(b) : bits_as<M>(a) | bits_as<M>(b);
-      const V ordered = a == b ? bits_as<V>(zeros) : picked;  // equal values differ in a zero's sign only
+      const V ordered = a == b ? bits_as<V>(zeros) : picked;  // equal values can only differ in a zero's sign
       return ((a != a) | (b != b)) ? a + b : ordered;
     } else {
       return picked;

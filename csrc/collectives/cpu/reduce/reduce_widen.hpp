@@ -1,8 +1,7 @@
-// Unsigned 8- and 16-bit lanes to 32 bits and back, one register a side. Private to the reduce_<isa>.cpp files.
+// Converts unsigned 8- and 16-bit lanes to 32 bits and back, one register each. Private to the reduce_<isa>.cpp files.
 //
-// __builtin_convertvector says the same in one line, but GCC 12 goes lane by lane through memory for it on x86-64
-// (20 times slower for bytes), so x86-64 names its instructions. narrow takes lanes that fit and drops high bits
-// that a sign bit may have left.
+// __builtin_convertvector would do, but on x86-64 GCC 12 moves each lane through memory for it, far slower for bytes.
+// So x86-64 names its instructions. narrow requires lanes that fit and drops high bits that a sign may have left.
 #pragma once
 
 #include "reduce_lanes.hpp"
@@ -14,7 +13,7 @@ using U8 = Vec<uint8_t, kLanes>;
 
 #if ARK_REDUCE_BYTES == 64
 
-// The unmasked forms of the 512-bit intrinsics trip GCC 12's -Wmaybe-uninitialized; an all-ones mask costs nothing.
+// GCC 12's -Wmaybe-uninitialized warns about unmasked 512-bit intrinsics; an all-ones mask costs nothing.
 ARK_INLINE I32 widen(U16 x) {
   return bits_as<I32>(_mm512_maskz_cvtepu16_epi32(0xffff, bits_as<__m256i>(x)));
 }
@@ -61,7 +60,7 @@ ARK_INLINE I32 widen(U8 x) {
 }
 template <class Raw>
 ARK_INLINE Raw narrow(I32 x) {
-  const __m128i wide = bits_as<__m128i>((x << 16) >> 16);  // SSE2 packs signed lanes only
+  const __m128i wide = bits_as<__m128i>((x << 16) >> 16);  // SSE2 only packs signed lanes
   const __m128i words = _mm_packs_epi32(wide, wide);
   if constexpr (sizeof(Raw) == 8) {
     return bits_as<Raw>(_mm_cvtsi128_si64(words));

@@ -1,4 +1,4 @@
-// Memory, words and streams of copy_engine.hpp, and what the watching thread asks.
+// Memory, words and streams of the copy engines, and diagnosis for the watching thread.
 #include "collectives/cuda/copy_engine/copy_engine.hpp"
 
 #include <algorithm>
@@ -13,20 +13,20 @@ namespace ark {
 
 namespace {
 
-constexpr uint64_t kHead = 4096;                               // what a graph's call copies its beat by
-constexpr uint64_t kLeastPiece = 4 << 20;                      // a smaller one costs more in hand-overs than it hides
-constexpr std::chrono::milliseconds kReleasing{60}, kIdle{2};  // between two calls they are idle too
+constexpr uint64_t kHead = 4096;                               // scratch for a graph to copy its beat through
+constexpr uint64_t kLeastPiece = 4 << 20;                      // smaller pieces cost more in hand-overs than they hide
+constexpr std::chrono::milliseconds kReleasing{60}, kIdle{2};  // also covers the idle time between two calls
 constexpr std::chrono::microseconds kBetween{50};
 
 }  // namespace
 
-// Of parts and of messages from each peer, and of sums.
+// Slots for parts and for messages from each peer, and for sums.
 uint64_t CopyEngine::slot_count(int ranks) {
   return static_cast<uint64_t>(slots_of(ranks)) * (2 * std::max(ranks - 1, 1) + 1);
 }
 
 uint64_t CopyEngine::memory_bytes(int ranks, uint64_t limit) {
-  constexpr uint64_t kMost = 384 << 20, kLeastSlot = 1 << 20;  // beyond, larger pieces gain little
+  constexpr uint64_t kMost = 384 << 20, kLeastSlot = 1 << 20;  // beyond this, larger pieces gain little
   const uint64_t slots = slot_count(ranks);
   const uint64_t slot = std::min(kMost, limit < kHead ? 0 : limit - kHead) / slots / 4096 * 4096;
   return slot < kLeastSlot ? 0 : kHead + slots * slot;
@@ -79,7 +79,7 @@ CopyEngine::~CopyEngine() {
     for (CUevent event : done_) driver().event_destroy(event);
     for (CUstream stream : work_) driver().stream_destroy(stream);
     for (CUstream stream : {link_, awaiting_, telling_}) driver().stream_destroy(stream);
-  } catch (const Error&) {  // at exit the driver may be gone already
+  } catch (const Error&) {  // at exit the driver may be gone
   }
 }
 
@@ -104,14 +104,14 @@ void CopyEngine::follow(CUstream stream, CUstream before) {
   check(driver().stream_wait_event(stream, event_, 0), "cuStreamWaitEvent");
 }
 
-// Equal pieces of whole units: as many as are wanted, but not too small ones, and more where they must fit into slots.
+// Equal pieces of whole units: `wanted` of them, fewer if they would be too small, more if they must fit into slots.
 uint64_t CopyEngine::piece_of(uint64_t bytes, uint64_t unit, uint64_t wanted, bool slots) const {
   const uint64_t least = slots ? (bytes + slot_bytes_ - 1) / slot_bytes_ : 1;
   const uint64_t count = std::max({least, std::min(bytes / kLeastPiece, wanted), uint64_t{1}});
   return std::max(((bytes + count - 1) / count + unit - 1) / unit, uint64_t{1}) * unit;
 }
 
-// Relaxed: whoever is let go reads garbage.
+// Relaxed accesses suffice, because released streams read garbage anyway.
 void CopyEngine::release_all() {
   using Clock = std::chrono::steady_clock;
   const size_t marks = place_of(entered, 0, 0, size_), end = place_of(kWords, 0, 0, size_);
@@ -127,9 +127,9 @@ void CopyEngine::release_all() {
   }
 }
 
-// A rank that does not call has not used the turn that it begins with, to send to the next rank. All others' such turns
-// have been used, and cannot come back without it, but for that of the rank before it, to send to the missing one. In
-// calls that know no turns all of them lie unused.
+// A rank that has not called still holds its initial turn, to send to the next rank. All other initial turns were used
+// and cannot return without it, except that of the rank before it, to send to the missing one. In calls without turns,
+// all of them lie unused.
 int CopyEngine::unused_turn() const {
   const auto unused = [&](int r) {
     return protocol::load_acquire(words_.host[r][place_of(turn, (r + 1) % size_, 0, size_)]) != 0;
@@ -143,8 +143,8 @@ int CopyEngine::unused_turn() const {
   return count == 1 || (count == 2 && unused(before(found))) ? found : -1;
 }
 
-// A stream says whom it expects behind having used up all earlier marks, and takes it back before a peer can tell the
-// next: so what lies here while the same is expected before and after is of the same call.
+// A stream sets `expected` after it has consumed all earlier marks, and clears it before a peer can send the next mark.
+// So if `expected` is the same before and after, the words read here belong to the same call.
 EngineDiagnosis CopyEngine::diagnose() const {
   std::vector<uint32_t> seen(place_of(kWords, 0, 0, size_));
   const uint32_t beat = protocol::load_acquire(host_status_->beat);
@@ -157,7 +157,7 @@ EngineDiagnosis CopyEngine::diagnose() const {
     const auto first = seen.begin() + static_cast<ptrdiff_t>(place_of(which, peer, 0, size_));
     return std::count_if(first, first + kSlots, [](uint32_t value) { return value != 0; });
   };
-  // Missing is from whom nothing lies here that would wait to be used, first of all where what it got was not used.
+  // A missing peer has sent nothing that waits to be used; most likely one that also has not consumed what it received.
   std::vector<int> silent, idle;
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;

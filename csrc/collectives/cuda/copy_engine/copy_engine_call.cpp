@@ -1,4 +1,4 @@
-// See copy_engine_call.hpp.
+// Enqueues the steps of one copy engine call.
 #include "collectives/cuda/copy_engine/copy_engine_call.hpp"
 
 #include <utility>
@@ -15,7 +15,8 @@ bool is_captured(CUstream stream) {
 
 }  // namespace
 
-// A graph's launch is one call of the driver anyway. Of the default stream other streams wait for each operation.
+// A graph launch is one driver call anyway, so it is never in line. Neither is the default stream: other streams wait
+// for each of its operations.
 CopyEngine::Call::Call(CopyEngine& engine, CUstream stream, uint64_t copies, bool in_line)
     : engine_(engine),
       stream_(stream),
@@ -46,8 +47,8 @@ CopyEngine::Call::Call(CopyEngine& engine, CUstream stream, uint64_t copies, boo
     if (awaiting_ != link_) join(awaiting_), join(telling_);
     for (CUstream own : engine.work_) join(own);
   }
-  // That a call begins, on the stream that has nothing to do for longest. In a graph a constant would say so only once,
-  // so replays copy what the host's clock is then.
+  // Reports that a call begins, on the stream that stays idle longest. In a graph a constant beat would only count
+  // once, so replays copy the current value of the host's clock.
   StreamWords& words = words_of(kWorkers - 1);
   words.tell(engine.told(&device::EngineStatus::busy));
   if (!captured_) words.tell(engine.told(&device::EngineStatus::beat), ++engine.calls_);
@@ -72,8 +73,7 @@ void CopyEngine::Call::finish() {
   join(link_);
   if (awaiting_ != link_) join(awaiting_), join(telling_);
   for (int i = 0; i + 1 < kWorkers; ++i) join(worker(i));
-  // Nobody needs to wait for what is only told to the host but a call in line, and a graph, which refuses a stream that
-  // does not end in it.
+  // Only a call in line must wait for the final words to the host, and a graph, which requires all streams to join.
   if (!captured_) engine_.follow(stream_, last);
   words.enqueue();
   if (captured_) return engine_.follow(stream_, last);
@@ -86,8 +86,8 @@ void CopyEngine::Call::enter(MaybeOutputs outputs, uint32_t senders) {
   for_each(senders, [&](int r) { tells_.tell(engine_.word(r, entered, engine_.rank_, 0), outputs->mark & kMarkBits); });
 }
 
-// That they are awaited is told to the host until they have been sent something, see send(): a peer that has got all of
-// this call may tell the mark of its next one.
+// The host sees the awaited receivers until something was sent to them (send()). After that, a peer that has all of
+// this call may already send the next call's mark.
 void CopyEngine::Call::await_entered(MaybeOutputs outputs, uint32_t receivers) {
   if (outputs == nullptr || receivers == 0) return;
   const uint32_t mark = outputs->mark & kMarkBits;
@@ -96,7 +96,7 @@ void CopyEngine::Call::await_entered(MaybeOutputs outputs, uint32_t receivers) {
   expecting_ = true;
 }
 
-// On the stream of the first sum, which nobody can fetch before.
+// On the stream of the first sum: no peer can fetch it before.
 void CopyEngine::Call::await_entered_to_add(MaybeOutputs outputs, uint32_t receivers) {
   if (outputs == nullptr || receivers == 0) return;
   const uint32_t mark = outputs->mark & kMarkBits;
@@ -106,7 +106,7 @@ void CopyEngine::Call::await_entered_to_add(MaybeOutputs outputs, uint32_t recei
   words.tell(engine_.told(&device::EngineStatus::expected), 0);
 }
 
-// What was told before is enqueued before what is awaited now (copy_engine.hpp: one queue).
+// Enqueues earlier signals before the current waits, because all streams may share one queue (copy_engine.hpp).
 void CopyEngine::Call::over_link(void* to, const void* from, uint64_t bytes) {
   tells_.enqueue();
   awaits_.enqueue();
@@ -124,7 +124,7 @@ void CopyEngine::Call::over_link(void* to, const void* from, uint64_t bytes) {
   tell_turn(tells_);
 }
 
-// Of two ranks each has a link to itself.
+// With two ranks each has a link to itself.
 void CopyEngine::Call::take_turn(int link) {
   tell_turn(awaits_);
   if (engine_.size_ > 2) awaits_.await(engine_.word(engine_.rank_, turn, link, 0));
@@ -134,7 +134,7 @@ void CopyEngine::Call::pass_turn(int link) {
   if (engine_.size_ > 2) passing_ = link;
 }
 
-// Behind a copy, or where there was none behind the wait for the turn.
+// Passes the turn after the copy or, without one, after the wait for the turn.
 void CopyEngine::Call::tell_turn(StreamWords& words) {
   if (passing_ < 0) return;
   const int link = std::exchange(passing_, -1), next = engine_.before(engine_.rank_);
@@ -225,7 +225,7 @@ void CopyEngine::Call::copy_own(void* to, const void* from, uint64_t bytes) {
 
 void CopyEngine::Call::step() {
   tell_turn(awaits_);
-  if (in_line_) return;  // what gathers is enqueued before the next operation
+  if (in_line_) return;  // pending words are enqueued before the next operation
   tells_.enqueue();
   awaits_.enqueue();
   for (StreamWords& words : words_) words.enqueue();

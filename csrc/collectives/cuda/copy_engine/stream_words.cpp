@@ -1,4 +1,4 @@
-// See stream_words.hpp.
+// Implements stream_words.hpp.
 #include "collectives/cuda/copy_engine/stream_words.hpp"
 
 namespace ark {
@@ -14,7 +14,7 @@ void StreamWords::tell(CUdeviceptr word, uint32_t value) {
 
 void StreamWords::add(CUstreamBatchMemOpType operation, CUdeviceptr word, uint32_t value, unsigned flags) {
   CUstreamBatchMemOpParams params{};
-  params.waitValue.operation = operation;  // a write's parameters lie alike
+  params.waitValue.operation = operation;  // a write's parameters have the same layout
   params.waitValue.address = word;
   params.waitValue.value = value;
   params.waitValue.flags = flags;

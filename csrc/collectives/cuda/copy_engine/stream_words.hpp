@@ -1,12 +1,10 @@
-// Words that streams write and await by themselves (stream memory operations): no SM executes them.
+// Words that streams write and wait for themselves (stream memory operations), without using an SM.
 //
-// The values are constants once captured in a graph, so these are not counters: a word is 0 until somebody tells it a
-// value, whoever waited for that value puts 0 back, and nobody tells a word again before. Ordering: the driver orders a
-// write behind the copies and kernels of its stream, and makes what they wrote visible to whoever sees the word; what
-// follows a wait on its stream starts behind it. A wait has no bound: somebody outside must be able to end it,
-// so the words of copy engines lie in host memory (copy_engine.hpp).
-//
-// Operations gather until enqueue(), which hands them to the driver in one call.
+// A graph captures the values as constants, so these are not counters: a word is 0 until a teller sets it, the waiter
+// resets it, and it is not set again before that. The driver orders a write after its stream's copies and kernels and
+// makes their results visible to readers of the word. Work after a wait starts after it. A wait has no time limit, so
+// the words are in host memory, where the host can end it (copy_engine.hpp). Operations collect until enqueue() passes
+// them to the driver in one call.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +17,7 @@ namespace ark {
 class StreamWords {
  public:
   explicit StreamWords(CUstream stream) : stream_(stream) {}
-  void await(CUdeviceptr word, uint32_t value = 1);  // and puts 0 back
+  void await(CUdeviceptr word, uint32_t value = 1);  // and resets the word
   void tell(CUdeviceptr word, uint32_t value = 1);
   void enqueue();
 

@@ -1,4 +1,4 @@
-// See emit_functions.hpp.
+// Writes one function per distinct stage body, together with the stages fused into its tasks. See emit_functions.hpp.
 #include "compiler/emit/common/emit_functions.hpp"
 #include "compiler/graph/stage_queries.hpp"
 
@@ -64,7 +64,7 @@ size_t StageFunctions::unit_of(const Task& task) const {
   return unit;
 }
 
-// The first half, which computes all of its stage, and what is behind it.
+// Writes the first half, which computes all of its stage, and the barrier after it.
 void StageFunctions::write_head(FunctionWriter& writer, const Unit& unit) {
   const Stage& head = plan_.stages[static_cast<size_t>(unit.head)];
   for (const int buffer : kept_in(plan_, unit.stage, loop::kKeptBytes)) writer.keep(buffer);
@@ -77,9 +77,9 @@ void StageFunctions::write_head(FunctionWriter& writer, const Unit& unit) {
   writer.turn_to(plan_.stages[static_cast<size_t>(unit.stage)]);
 }
 
-// Attention behind the programs that make its queries and a new position (kv_append.hpp): they stand where it
-// asks for them, when it has asked for all else. What they make stays in shared memory. None waits for another: each
-// has threads of its own, from the block's ends.
+// Writes an attention with the programs that make its queries and the new position (kv_append.hpp). The programs run
+// inside the attention, once it has issued its own loads, and leave their results in shared memory. They run
+// concurrently: the queries' on threads from the block's start, the others on threads from its end.
 void StageFunctions::write_appended(FunctionWriter& writer, const Stage& stage) {
   std::vector<const Stage*> programs{&stage};
   for (size_t i = 0; i + 1 < stage.tail.size(); ++i) programs.push_back(&stage.tail[i]);
@@ -165,7 +165,7 @@ void StageFunctions::add(const Unit& unit) {
   by_groups_ = by_groups_ || groups;
   const std::string &name = names_[known->second], &misaligned = misaligned_[known->second];
   const std::string head_of_task = "([[maybe_unused]] Context context, Operands p) {\n";
-  // In a function that is called the assembler lets groups of warps multiply one instruction after the other.
+  // Only in an inlined function does ptxas keep the warp groups' multiplications (wgmma) asynchronous.
   text += (misaligned.empty() ? "" : "template <bool kAligned>\n") +
           std::string(groups ? "ARK_LOOP "
                       : cuda ? "__device__ __noinline__ "
@@ -176,7 +176,7 @@ void StageFunctions::add(const Unit& unit) {
                 : "([[maybe_unused]] const Context& context, char* const* p, [[maybe_unused]] int64_t begin, "
                   "[[maybe_unused]] int64_t end) {\n") +
           body + "}\n";
-  if (!misaligned.empty())  // where none do
+  if (!misaligned.empty())  // for operands that are not aligned
     text += "__device__ __noinline__ void " + misaligned + head_of_task + "  " + name + "<false>(context, p);\n}\n";
   texts_[known->second] = text;
 }

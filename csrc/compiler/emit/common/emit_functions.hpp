@@ -1,5 +1,5 @@
-// The functions of a plan's stages as text, one for all stages that have the same; part of emit_cpu.cpp and
-// emit_cuda.cpp.
+// The functions of a plan's stages as source text. Stages with equal text share a function. emit_cpu.cpp and
+// emit_cuda.cpp build on this.
 #pragma once
 
 #include <cstdint>
@@ -19,21 +19,21 @@ class StageFunctions {
 
   const std::vector<std::string>& texts() const { return texts_; }  // by function
   const std::vector<std::string>& names() const { return names_; }
-  // What one run of a function does: unit s is stage s; behind those are stages whose tasks begin with another stage
-  // (Task::head).
+  // What one call of a function runs: unit s is stage s; the units after those are stages whose tasks start with
+  // another stage (Task::head).
   struct Unit {
     int head = -1, stage = -1;
   };
   const std::vector<Unit>& units() const { return units_; }
   size_t unit_of(const Task& task) const;
   size_t function_of(size_t unit) const { return function_of_[unit]; }
-  const std::vector<int>& operands(size_t unit) const { return operands_[unit]; }  // values; none if nobody runs it
+  const std::vector<int>& operands(size_t unit) const { return operands_[unit]; }  // values; empty if no task runs it
   int64_t scratch_bytes() const { return scratch_bytes_; }
-  // By function: what runs where an operand that shall be aligned begins at no multiple of 16 bytes; empty where none
-  // shall. The function itself is a template then, called as name<true>.
+  // By function: the variant to run if an operand that should be aligned is not at a multiple of 16 bytes; empty if
+  // none needs to be. With a variant, the function itself is a template, called as name<true>.
   const std::vector<std::string>& misaligned() const { return misaligned_; }
-  bool aligned(size_t unit, size_t operand) const { return aligned_[unit][operand]; }  // whether it shall be
-  // Whether any has warps multiply in groups (kernels/cuda/loop/tile_group.cuh).
+  bool aligned(size_t unit, size_t operand) const { return aligned_[unit][operand]; }  // whether it should be
+  // Whether any function multiplies with warp groups (kernels/cuda/loop/tile_group.cuh).
   bool by_groups() const { return by_groups_; }
 
  private:
@@ -50,12 +50,12 @@ class StageFunctions {
   std::vector<Unit> units_;
   std::vector<size_t> function_of_;         // by unit
   std::vector<std::vector<int>> operands_;  // by unit
-  std::vector<std::vector<bool>> aligned_;  // likewise, by operand
+  std::vector<std::vector<bool>> aligned_;  // by unit and operand
   int64_t scratch_bytes_ = 0;
   bool by_groups_ = false;
 };
 
-// One line of a comment: what others wrote (names, origins) must not end it.
+// Turns names and origins, which users choose, into text that cannot end a one-line comment.
 std::string in_comment(const std::string& text);
 
 }  // namespace ark::compiler

@@ -1,15 +1,15 @@
-// Of a row program: the level of each register, and what the pass over a row at each level must have.
+// Assigns a level to each register of a row program, and finds the registers that the pass at each level needs.
 //
-// A register of columns lives inside one pass over the row. One that a later pass needs again is computed again (loads
-// come from the cache), but for those that an expensive function made, which are kept in the worker's scratch memory,
-// or in a thread's registers.
+// A column register lives inside one pass over the row. If a later pass needs it too, it is recomputed (its loads hit
+// the cache), unless an expensive function made it: then it is kept in the worker's scratch memory or in a thread's
+// registers.
 #include "compiler/emit/common/emit_row_program.hpp"
 
 #include <algorithm>
 
 namespace ark::compiler {
 
-// A register's level is how many reductions stand before it, one behind the other.
+// A register's level is the longest chain of reductions that it depends on.
 void RowEmitter::make_levels() {
   level_.assign(code_.size(), 0);
   for (int i = 0; i < count(); ++i) {
@@ -20,7 +20,7 @@ void RowEmitter::make_levels() {
     level_[static_cast<size_t>(i)] = when + (one.kind == Kind::reduce ? 1 : 0);
     last_level_ = std::max(last_level_, level(i));
   }
-  // In place: what is read must not have been overwritten when it is read again.
+  // In-place stores come last: what they overwrite may be read again in every pass.
   std::set<int> read;
   for (const Instruction& one : code_)
     if (one.kind == Kind::load) read.insert(to_.value(one.value).buffer);
@@ -33,13 +33,13 @@ bool RowEmitter::has_registers(const Instruction& one) {
   return one.kind == Kind::op || one.kind == Kind::reduce || one.kind == Kind::store;
 }
 
-// Whether register i is one number a row, and computed as such.
+// Whether register i is a single number per row and computed as such.
 bool RowEmitter::number(int i) const {
   const Instruction& one = at(i);
   return one.kind == Kind::literal || one.kind == Kind::reduce || (nest_.has_numbers() && one.scalar);
 }
 
-// A store of one element a row, not of the same number into all of its columns.
+// Whether the store writes one element per row, and not one number to all of the row's columns.
 bool RowEmitter::stores_number(const Instruction& one) const {
   if (!nest_.has_numbers() || !number(one.args.at(0))) return false;
   return std::none_of(nest_.loops().begin(), nest_.loops().end(), [&](const RowLoop& loop) {
@@ -47,7 +47,7 @@ bool RowEmitter::stores_number(const Instruction& one) const {
   });
 }
 
-// Registers of columns that the pass at level `when` must have: what it reduces and stores, and all behind it.
+// The column registers that the pass at level `when` needs: its reductions and stores, and all they depend on.
 RowEmitter::Registers RowEmitter::needed(int when, bool& any) const {
   Registers need(code_.size(), false);
   any = false;
@@ -63,11 +63,11 @@ RowEmitter::Registers RowEmitter::needed(int when, bool& any) const {
   return need;
 }
 
-// Which expensive registers of this pass a later one asks for again.
+// The expensive registers of this pass that a later pass needs again.
 std::set<int> RowEmitter::worth_keeping(int when, const Registers& need) const {
   std::set<int> keep;
   if (to_.cuda() && turns_ == 0) return keep;
-  if (nest_.across_rows()) return keep;  // a row's columns for every lane are more than a cache holds
+  if (nest_.across_rows()) return keep;  // one row's columns for every lane exceed the cache
   for (int later = when + 1; later <= last_level_; ++later) {
     bool any = false;
     const Registers again = needed(later, any);

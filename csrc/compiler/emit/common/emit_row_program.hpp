@@ -1,7 +1,7 @@
-// How a row program becomes text, for both targets; part of emit_cpu_rows.cpp.
+// Generates the code of a row program, for both targets.
 //
-// Levels, and what each pass over a row must have: emit_row_levels.cpp. Text that both targets share, and the CPU's:
-// emit_cpu_rows.cpp. How a GPU's threads take a row: emit_cuda_rows.cpp.
+// emit_row_levels.cpp computes levels and what each pass over a row needs. emit_cpu_rows.cpp has the code that both
+// targets share and the CPU's. emit_cuda_rows.cpp distributes rows over a GPU's threads.
 #pragma once
 
 #include <map>
@@ -63,7 +63,7 @@ class RowEmitter {
   // emit_cuda_rows.cpp.
   void open_threads();
   bool whole_columns() const;
-  // Whether a thread's columns are adjacent in what is loaded or stored, which then goes in one go.
+  // Whether a thread's columns are contiguous in the value, and thus loaded or stored in one instruction.
   bool is_run(const Instruction& one) const { return in_runs_ && one.args.size() < 2 && step(one) == 1; }
   std::string run_of(const Instruction& one) { return nest_.base(one, false); }
   void limit(std::set<int>& keep) const;
@@ -79,17 +79,17 @@ class RowEmitter {
   const std::vector<Instruction>& code_;
   RowNest nest_;
   const RowExpressions expressions_;
-  static constexpr int kMostTurns = 8, kMostKept = 32;  // columns and registers of a thread
-  static constexpr size_t kShortProgram = 12;           // that may stand eight times in a text
-  static constexpr size_t kShortAmongPlaces = 8;        // the same where several indices say where an element lies
-  static constexpr int64_t kManyElements = 1 << 17;     // so many that tiles have more than there are threads
+  static constexpr int kMostTurns = 8, kMostKept = 32;  // columns and registers per thread
+  static constexpr size_t kShortProgram = 12;           // short enough to be unrolled eight times
+  static constexpr size_t kShortAmongPlaces = 8;        // the same if several indices determine an element's address
+  static constexpr int64_t kManyElements = 1 << 17;     // enough that tiles have more elements than threads
   std::vector<int> level_;
   int last_level_ = 0;
-  int turns_ = 0;         // of a GPU: columns a thread, where they are few
-  bool in_runs_ = false;  // and adjacent
-  bool seldom_ = false;   // in a branch that shall not need many registers
+  int turns_ = 0;         // of a GPU: columns per thread, if they are few
+  bool in_runs_ = false;  // and contiguous
+  bool seldom_ = false;   // in a rarely taken branch that should use few registers
   std::set<int> kept_;
-  std::map<int, std::string> polled_;  // loads of this pass that have come already
+  std::map<int, std::string> polled_;  // loads of this pass that have arrived already
 };
 
 }  // namespace ark::compiler

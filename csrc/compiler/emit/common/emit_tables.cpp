@@ -1,4 +1,4 @@
-// See emit_tables.hpp.
+// Builds the tables of waits, signals and loads that both emitters print. See emit_tables.hpp.
 #include "compiler/emit/common/emit_tables.hpp"
 
 #include <algorithm>
@@ -62,15 +62,15 @@ std::vector<Load> merged_loads(const std::vector<Load>& loads) {
 }
 
 std::vector<std::vector<Load>> loads_ahead(const Queue& queue, int64_t most, int64_t beside) {
-  constexpr int64_t kLeast = 4096;  // of a part of a load
+  constexpr int64_t kLeast = 4096;  // granularity at which a load is split
   std::map<int, size_t> position;
   for (const int task : queue.tasks) position.try_emplace(task, position.size());
   const std::vector<Load> all = merged_loads(queue.loads);
   std::vector<int64_t> own(queue.tasks.size(), 0);  // bytes that a task loads
   for (const Load& load : all) own[position.at(load.task)] += load.rows * load.bytes;
   std::vector<std::vector<Load>> asked(queue.tasks.size());
-  std::vector<int64_t> of_task(queue.tasks.size(), 0);  // bytes asked for
-  int64_t in_advance = 0, done = 0;                     // done: of the next load
+  std::vector<int64_t> of_task(queue.tasks.size(), 0);  // bytes prefetched for it
+  int64_t in_advance = 0, done = 0;                     // done: bytes of the next load that are prefetched
   size_t next = 0;
   for (size_t now = 0; now < asked.size(); ++now) {
     in_advance -= of_task[now];

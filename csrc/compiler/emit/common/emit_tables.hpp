@@ -1,5 +1,4 @@
-// A plan's tables as every target writes them: where operands lie, which events tasks wait for and bump, what is
-// fetched ahead.
+// The tables of a plan that every target writes: operands' addresses, events that tasks wait for or signal, prefetches.
 #pragma once
 
 #include <cstdint>
@@ -10,16 +9,16 @@
 
 namespace ark::compiler {
 
-// Where the first element of a value (that is no literal) lies, and `extra` bytes behind it.
+// The address of a value's first element plus `extra` bytes. The value is not a literal.
 struct Place {
   enum Base : uint8_t { input, output, arena, own, packets } base = arena;
-  int argument = 0;    // of inputs or outputs
-  int64_t offset = 0;  // in bytes
+  int argument = 0;    // index among inputs or outputs
+  int64_t offset = 0;  // bytes
 };
 Place place_of(const Plan& plan, int value, int64_t extra);
 
-// All waits of tasks, then all waits for the step before; all signals. By task: the first of each, and how many. Events
-// of packets are none of them.
+// All tasks' waits, followed by all waits for the step before; all signals. Per task: index of the first one, and their
+// number. Events of packets are left out.
 struct EventTables {
   explicit EventTables(const Plan& plan);
   std::string waits;    // "{event, threshold}, ..."
@@ -27,12 +26,12 @@ struct EventTables {
   std::vector<int> first_wait, first_carried, first_signal, wait_count, signal_count;
 };
 
-// Pages are of no interest to who only fetches: neighbours become one entry.
+// Joins adjacent loads, for users that only fetch and do not need pages.
 std::vector<Load> merged_loads(const std::vector<Load>& loads);
 
-// What is asked for when each task of a queue has its turn: parameters of later tasks, in the order of the queue, at
-// most `most` bytes before their use, or `beside` while a task is busy loading as much itself: memory has no time then.
-// What a task's own turn comes too early for it loads itself.
+// The prefetches to issue when each task of a queue starts: later tasks' parameters in the queue's order, at most
+// `most` bytes before their use, or `beside` while the task itself loads as much, since memory is busy then. A task
+// loads itself what could not be prefetched in time.
 std::vector<std::vector<Load>> loads_ahead(const Queue& queue, int64_t most, int64_t beside);
 
 }  // namespace ark::compiler

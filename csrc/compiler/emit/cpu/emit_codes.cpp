@@ -1,5 +1,5 @@
-// Products of coded weights, as calls of the device libraries (kernels/cpu/dequant.hpp; kernels/cuda/loop/dequant.cuh,
-// by way of emit_products(), which has one product or several).
+// Products with quantized weights, as calls of the device libraries: kernels/cpu/dequant.hpp, or
+// kernels/cuda/loop/dequant.cuh through emit_products(), which takes one product or several.
 #include <algorithm>
 #include <string>
 
@@ -13,7 +13,7 @@ std::string flag(bool value) {
   return value ? "true" : "false";
 }
 
-// "{.bits = 4, ...}": Codes of kernels/protocol/codes.hpp.
+// "{.bits = 4, ...}": an initializer of Codes in kernels/protocol/codes.hpp.
 std::string codes_text(FunctionWriter& to, const MatmulStage& matmul) {
   const Codes& codes = matmul.codes;
   const auto strides = [&](int value) {
@@ -46,7 +46,7 @@ void emit_dequant_matmul(FunctionWriter& to, const MatmulStage& matmul) {
                      to.pointer(matmul.b, false) + ", " + given(matmul.codes.scale, "NoScale") + ", " +
                      given(matmul.codes.zero, "NoScale") + ", " + to.pointer(matmul.out, true) + ", " +
                      given(matmul.bias, "NoBias") + ", " + r0 + ", " + r1 + ", " + c0 + ", " + c1;
-  // At most kRowBlock packed rows of dequant.hpp: 48, in pairs of vectors of 16.
+  // At most kRowBlock packed rows of dequant.hpp: 48, in pairs of 16-lane vectors.
   const int64_t scratch = to.scratch(std::min<int64_t>(matmul.m, 48) * ((matmul.k + 31) / 32 * 32) * 4);
   to.line(call + ", " + to.scratch_at(scratch) + ");");
 }

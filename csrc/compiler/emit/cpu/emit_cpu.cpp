@@ -1,4 +1,4 @@
-// Functions and tables of the source behind emit_cpu.hpp.
+// Writes the functions and tables of a plan's C++ source. See emit_cpu.hpp.
 #include "compiler/emit/cpu/emit_cpu.hpp"
 
 #include <algorithm>
@@ -43,7 +43,7 @@ class CpuEmitter {
     return plan;
   }
 
-  // Headers of kernels that few plans have: what is not needed is not compiled.
+  // Includes kernels that few plans use only where needed, to save compile time.
   std::string rare_includes() const {
     const auto any = [&](auto&& is) { return std::any_of(plan_.stages.begin(), plan_.stages.end(), is); };
     std::string text;
@@ -102,7 +102,7 @@ class CpuEmitter {
       }
       out << "    {}};\nconstexpr LoadEntry kLoads" << q << "[] = {\n";
       for (const Load& load : merged_loads(queue.loads)) {
-        // Its offset is of the value's buffer.
+        // The load's offset is relative to the buffer.
         const Value& value = plan_.graph.values()[static_cast<size_t>(load.value)];
         out << "    {" << operand(load.value, load.offset - value.offset * size_of(value.type)) << ", "
             << position.at(load.task) << ", " << load.rows << ", " << load.bytes << ", " << load.stride << "},\n";

@@ -12,7 +12,7 @@ namespace ark::compiler {
 inline constexpr char kRunSymbol[] = "ark_plan_run";    // void (const ark::cpu::Launch*, int worker)
 inline constexpr char kInfoSymbol[] = "ark_plan_info";  // const ark::cpu::PlanInfo
 
-// Throws Error(invalid_argument) for what the CPU target cannot run, naming stage and origin.
+// Throws Error(invalid_argument) naming stage and origin if the CPU target cannot run the plan.
 std::string emit_cpu(const Plan& plan);
 
 }  // namespace ark::compiler

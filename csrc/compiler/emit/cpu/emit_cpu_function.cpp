@@ -1,4 +1,4 @@
-// Writing of lines, pointers and literals behind emit_cpu_function.hpp.
+// Writes lines, pointers and literals of a function. See emit_cpu_function.hpp for the contract of each.
 #include "compiler/emit/cpu/emit_cpu_function.hpp"
 
 #include <algorithm>
@@ -141,7 +141,7 @@ std::string FunctionWriter::body() const {
       const std::string element =
           hinted ? "Hinted<" + plain + ", Cache::" + name_of(*caches_[one].begin()) + ">" : plain;
       const Push pushed = polled == polled_.end() ? Push{} : polled->second;
-      // Where buffers of packets lie, and those of each rank, are multiples of 16 bytes.
+      // Buffers of packets, and each rank's part of one, start at multiples of 16 bytes.
       const bool aligned = polled != polled_.end() && operand.offset * size_of(operand.type) * 2 % 16 == 0;
       const std::string ranks =
           pushed.ranks > 0 ? ", " + std::to_string(pushed.ranks) + ", " + std::to_string(pushed.apart) : "";

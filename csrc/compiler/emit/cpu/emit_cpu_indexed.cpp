@@ -1,4 +1,5 @@
-// Stages that read or write by index: loops over indices as text, each index checked, and the runs behind it.
+// Stages that read or write through indices on a CPU: loops over the indices, a check of each, and copies of the
+// contiguous elements behind it.
 #include <algorithm>
 #include <string>
 #include <vector>
@@ -24,7 +25,7 @@ void emit_gather(FunctionWriter& to, const GatherStage& gather) {
     const std::string place = at(to.pointer(gather.indices[i], false), behind, index.strides);
     table_indices.push_back(emit_index(to, place, table, dim + i, dim, gather.wrap, "return"));
   }
-  // What lies behind the indexed dimension: loops, and a run.
+  // The dimensions behind the indexed one: loops, and a contiguous run.
   Shape rest = slice(out.shape, dim + many, out.shape.size());
   const int64_t run = rest.empty() ? 1 : rest.back();
   const int axis = to.axis_of(gather.out, true) - static_cast<int>(dim + many);

@@ -1,4 +1,5 @@
-// Loops and addresses as text, for stages that a kernel of the device library serves.
+// Generates loops and addresses for stages that a kernel of the device library computes. The CPU's and the GPU's
+// emitters share it.
 #pragma once
 
 #include <array>
@@ -10,7 +11,7 @@
 
 namespace ark::compiler {
 
-// Strides of a value's dimensions as broadcast to `shape`'s `rank` leading ones, aligned at the end of both.
+// Strides of a value's leading dimensions (all but the last `behind`), broadcast to `shape` from the end.
 inline std::vector<int64_t> broadcast_strides(const Value& value, size_t behind, const Shape& shape) {
   std::vector<int64_t> strides(shape.size(), 0);
   const size_t leading = value.shape.size() - behind;
@@ -21,7 +22,7 @@ inline std::vector<int64_t> broadcast_strides(const Value& value, size_t behind,
   return strides;
 }
 
-// The stride of a dimension counted from the end; 0 where it is not there or broadcast.
+// The stride of a dimension, counted from the end; 0 if it is absent or broadcast.
 inline int64_t stride_from_end(const Value& value, size_t from_end) {
   if (value.shape.size() < from_end) return 0;
   const size_t d = value.shape.size() - from_end;
@@ -38,8 +39,8 @@ inline std::string at(const std::string& pointer, const std::vector<std::string>
   return offset == "0" ? pointer : pointer + " + " + offset;
 }
 
-// The same of a matrix, for whichever of its lines are adjacent elements. `strides`: of its two dimensions. `moved`:
-// what it is moved by, of a batch.
+// The same for a matrix, along whichever of its dimensions is contiguous. `strides`: of its two dimensions. `moved`:
+// strides by which a batch moves it.
 inline std::string aligned_lines(FunctionWriter& to, int matrix, std::array<int64_t, 2> strides,
                                  std::vector<int64_t> moved) {
   if (strides[0] != 1 && strides[1] != 1) return "false";
@@ -47,8 +48,8 @@ inline std::string aligned_lines(FunctionWriter& to, int matrix, std::array<int6
   return to.aligned(matrix, moved);
 }
 
-// Loops over dimensions, of which one may be cut by tiles; those of length 1 become "0". `long_bodies`: registers are
-// rather for what is in the loops.
+// Loops over dimensions; tiles may cut one of them. A loop of length 1 becomes "0". `long_bodies`: leaves registers to
+// the loops' bodies.
 class TextNest {
  public:
   TextNest(FunctionWriter& to, const Shape& shape, int axis, const std::string& prefix, bool long_bodies = false)
@@ -82,8 +83,8 @@ inline void check_index(FunctionWriter& to, const Value& index) {
   if (is_floating(index.type) || index.type == ScalarType::boolean) to.refuse("its indices are no integers");
 }
 
-// Defines `index0` and so on, its number counted from the first, and leaves (by the statement `leave`) where dimension
-// `dim` of the table has no such element.
+// Defines `index0` and so on, numbered from the first, and runs the statement `leave` if dimension `dim` of the table
+// has no such element.
 inline std::string emit_index(FunctionWriter& to, const std::string& place, const Value& table, size_t dim,
                               size_t first, bool wrap, const std::string& leave) {
   const std::string which = number(static_cast<int64_t>(dim - first)), size = number(table.shape[dim]);

@@ -1,4 +1,4 @@
-// Merging, ordering and naming of loops behind emit_cpu_nest.hpp.
+// Merges, orders and names the loops of a row program. See emit_cpu_nest.hpp for the rules.
 #include "compiler/emit/cpu/emit_cpu_nest.hpp"
 
 #include <algorithm>
@@ -50,7 +50,7 @@ bool RowNest::indexed(int dim) const {
                      [&](const Instruction& one) { return one.kind == Kind::index && one.args.at(0) == dim; });
 }
 
-// Whether dimension d (of that size, inside the loop) continues what the loop steps through.
+// Whether dimension d, of this size and inside the loop, can be merged with the loop.
 bool RowNest::continues(const RowLoop& loop, int d, int64_t size, bool column) const {
   if (loop.column != column || d == program_.axis || indexed(d)) return false;
   const int outer = loop.dims.back();
@@ -92,7 +92,7 @@ void RowNest::make_loops() {
   }
 }
 
-// 16 columns at a time of the dimension along which most accesses are adjacent, where the order is free.
+// Vectorizes the column dimension along which most accesses are contiguous, if the order is free.
 void RowNest::choose_vector() {
   int best = -1;
   for (size_t i = 0; i < loops_.size(); ++i) {
@@ -117,13 +117,13 @@ void RowNest::choose_vector() {
   loops_.push_back(loop);
 }
 
-// Where nothing is adjacent along the columns: a loop of rows along which most accesses are. Sums of a lane have the
-// order of columns, whatever the tile is.
+// If nothing is contiguous along the columns, vectorizes the row dimension along which most accesses are. Each lane
+// then sums in the order of columns, whatever the tile.
 bool RowNest::choose_rows() {
   constexpr int64_t kFewest = 8;
   if (to_.cuda() || !reduces_ || positions_) return false;
   for (const Instruction& one : program_.code)
-    if (one.kind == Kind::store && one.args.size() > 1) return false;  // through an index
+    if (one.kind == Kind::store && one.args.size() > 1) return false;  // indexed
   int best = 0;
   for (size_t i = 0; i < loops_.size(); ++i) {
     int adjacent = 0;
@@ -143,7 +143,7 @@ int64_t RowNest::rows() const {
   return all;
 }
 
-// Threads that stand side by side take what lies side by side.
+// Assigns neighboring elements to neighboring threads.
 std::vector<const RowLoop*> RowNest::fastest_first(bool columns) const {
   std::vector<const RowLoop*> order;
   if (columns) order.push_back(&vector());
@@ -170,7 +170,7 @@ void RowNest::take_apart(const std::string& index, bool columns) {
   std::vector<const RowLoop*> order = fastest_first(columns);
   int64_t most = 1;
   for (const RowLoop* loop : order) most *= loop->size;
-  // Division of 64-bit numbers takes a GPU ten times as long.
+  // A GPU takes ten times as long for a 64-bit division.
   const bool small = most < int64_t{1} << 31;
   const std::string rest = "rest_of_" + index;
   if (order.size() > 1)

@@ -1,10 +1,10 @@
-// The loops that walk a row program's index space; part of emit_cpu_rows.cpp.
+// The loops over a row program's index space.
 //
-// Dimensions that all loads and stores step through as through one become one loop. Loops of rows stand outside of
-// those of columns; one of the latter goes 16 at a time, or one of rows where only rows lie side by side (a sum over
-// the first dimension): each lane is then a row. A row that nothing is reduced over may as well be all there is. For a
-// GPU there are no loops but one of rows, over the groups of threads that take one each, and one of columns, over a
-// group's threads; indices are taken apart from their number.
+// Dimensions through which all accesses step as through one are merged. Loops of rows enclose those of columns. One
+// column loop is vectorized with 16 lanes, or one row loop if only rows are contiguous (a sum over the first
+// dimension): each lane is then a row. Without reductions one row may be the whole space. For a GPU there is one loop
+// of rows, over the groups of threads that take a row each, and one of columns, over a group's threads; their indices
+// are computed from the flat number.
 #pragma once
 
 #include <string>
@@ -18,8 +18,8 @@ struct RowLoop {
   int64_t size = 1;
   bool column = false;
   bool tiled = false;
-  std::vector<int> dims;  // of the program's shape; empty: one column that is no dimension
-  std::string name;       // of the index
+  std::vector<int> dims;  // of the program's shape; empty: a single column without a dimension
+  std::string name;       // of the index variable
   std::string begin = "0", end;
 };
 
@@ -29,27 +29,28 @@ class RowNest {
 
   const std::vector<RowLoop>& loops() const { return loops_; }
   const RowLoop& vector() const { return loops_[vector_]; }
-  // Whether the loop goes 16 at a time, its index left out of addresses.
+  // Whether the loop is vectorized, with its index left out of addresses.
   bool is_vector(const RowLoop& loop) const { return !to_.cuda() && &loop == &loops_[vector_]; }
-  // Whether the lanes are rows: what is one number a row differs from lane to lane.
+  // Whether lanes are rows, so that per-row numbers differ between lanes.
   bool across_rows() const { return !to_.cuda() && !loops_[vector_].column; }
-  bool has_numbers() const { return reduces_ || numbers_; }  // something is one number a row
+  bool has_numbers() const { return reduces_ || numbers_; }  // there are per-row numbers
   int64_t columns() const;
 
   static bool accesses(const RowProgram::Instruction& one);
   static int64_t stride(const RowProgram::Instruction& one, const RowLoop& loop);
 
   void open(const RowLoop& loop);
-  // For a GPU: how many rows (columns) the tile has, as text, and the indices of the one numbered `index`.
+  // For a GPU: the number of the tile's rows (columns) as text, and the indices of row (column) `index`.
   std::string count(bool columns) const;
   void take_apart(const std::string& index, bool columns);
   int64_t rows() const;  // of the whole stage
   // The position along a dimension, as lanes.
   std::string position(int dim) const;
-  // A column's place in its row, in order of the dimensions; and with the vector's dimension adjacent.
+  // A column's position in its row in the order of the dimensions, and with the vectorized dimension innermost.
   std::string flat_column() const;
   std::string kept_place() const;
-  // Pointer to where `one` begins, over the indices of all loops but the vector's; those of rows alone for a number.
+  // Pointer to the first element of `one` over the indices of all loops but the vectorized one; for a per-row number,
+  // of the row loops only.
   std::string base(const RowProgram::Instruction& one, bool columns);
 
  private:

@@ -1,4 +1,4 @@
-// The table of operators and their arguments' kinds behind emit_cpu_ops.hpp.
+// The table of operators and the lane types of their arguments, and the expressions made from it. See emit_cpu_ops.hpp.
 #include "compiler/emit/cpu/emit_cpu_ops.hpp"
 
 #include <cmath>
@@ -13,15 +13,15 @@ namespace {
 using Instruction = RowProgram::Instruction;
 using Kind = Instruction::Kind;
 
-// What an operator takes and gives.
+// The lane types that an operator takes and returns.
 enum class Rule : uint8_t {
-  same,     // floats where the result or an operand is one, else as the result
-  compare,  // operands as lanes that hold either of them, result a mask
+  same,     // floats if the result or an operand is floating, else as the result
+  compare,  // operands in lanes that hold both, returns a mask
   mask,     // masks
-  floats,   // floats, result a mask
-  choose,   // a mask, then the result's lanes
+  floats,   // floats, returns a mask
+  choose,   // a mask, then lanes of the result
   convert,  // cast
-  whole,    // as `same`; integers only with a literal as divisor
+  whole,    // as `same`; integers only with a literal divisor
 };
 struct RowOp {
   const char* function;
@@ -97,7 +97,7 @@ std::string RowExpressions::rounded(const Instruction& one, const std::string& e
   return expression;
 }
 
-// What an operator of rule `same` or `whole` computes in.
+// The lanes in which an operator of rule `same` or `whole` computes.
 const char* RowExpressions::computed_lanes(const Instruction& one) const {
   for (const int arg : one.args)
     if (is_floating(at(arg).type)) return "Floats";
@@ -107,8 +107,8 @@ const char* RowExpressions::computed_lanes(const Instruction& one) const {
   return on_masks.count(one.name) != 0 ? "Mask" : "Ints";
 }
 
-// A power that is a literal has a function of its own, as in PyTorch. (A map finds any key for NaN. Roots are those of
-// the graph: PyTorch takes them for some types alone, and they differ at -0 and -infinity.)
+// A literal exponent has its own function, as in PyTorch. (NaN would match any key of the map. Square roots are
+// left to the graph: PyTorch uses them for some types only, and they differ at -0 and -infinity.)
 void RowExpressions::known_power(const Instruction& one, const char* lanes, std::string& function, size_t& args) const {
   if (at(one.args.at(1)).kind == Kind::literal) {
     static const std::map<double, const char*> known = {{2, "square"}, {3, "cube"}, {-1, "reciprocal"}};
@@ -126,12 +126,12 @@ std::string RowExpressions::call(const Instruction& one) const {
   const RowOp& op = row_ops().at(one.name);
   const char* result = lanes_of(one.type);
   if (op.rule == Rule::convert) {
-    // Not by way of int64: what fits that and not int32 would wrap around.
+    // Convert directly: values outside int32 would wrap around in a conversion through int64.
     const bool narrows = one.type == ScalarType::i32 && is_floating(at(one.args.at(0)).type);
     if (narrows) return "to_int32(" + argument(one.args[0], "Floats") + ")";
     return rounded(one, argument(one.args.at(0), result));
   }
-  const char* operands = result;  // what the function takes; it gives a mask, or the same
+  const char* operands = result;  // the function's operands; it returns a mask or the same
   if (op.rule == Rule::same || op.rule == Rule::whole) operands = computed_lanes(one);
   if (op.rule == Rule::mask) operands = "Mask";
   if (op.rule == Rule::floats) operands = "Floats";
@@ -150,7 +150,7 @@ std::string RowExpressions::call(const Instruction& one) const {
   std::string function = op.function;
   size_t args = one.args.size();
   if (one.name == "pow") known_power(one, operands, function, args);
-  // CUDA has functions of some of these names in the global namespace.
+  // CUDA has functions of the same names in the global namespace.
   std::string text = (to_.cuda() ? "ark::loop::" : "") + function + "(";
   for (size_t i = 0; i < args; ++i)
     text += (i == 0 ? "" : ", ") + argument(one.args[i], op.rule == Rule::choose && i == 0 ? "Mask" : operands);

@@ -1,4 +1,5 @@
-// Instructions of a row program as C++ expressions over lanes; part of emit_cpu_rows.cpp.
+// Translates the instructions of a row program to C++ expressions over lanes. Rounding to an instruction's type is part
+// of the expression.
 #pragma once
 
 #include <string>
@@ -7,21 +8,21 @@
 
 namespace ark::compiler {
 
-// "Floats", "Ints" or "Mask": what a register of the type is held in.
+// "Floats", "Ints" or "Mask": the lanes that hold a register of the type.
 const char* lanes_of(ScalarType type);
 
 class RowExpressions {
  public:
   RowExpressions(FunctionWriter& to, const RowProgram& program) : to_(to), code_(program.code) {}
 
-  // Refuses what there is no operator for.
+  // Refuses an unknown operator.
   void check(const RowProgram::Instruction& one) const;
-  // The register of instruction `arg` (a literal itself) as lanes of that kind.
+  // The register of instruction `arg` (or the literal itself) converted to the given lanes.
   std::string argument(int arg, const std::string& lanes) const;
-  // The operator of `one` applied to its arguments, rounded to its type.
+  // The operator of `one` applied to its arguments and rounded to its type.
   std::string call(const RowProgram::Instruction& one) const;
   static std::string rounded(const RowProgram::Instruction& one, const std::string& expression);
-  // Dear enough to be kept rather than computed again.
+  // Whether keeping the result is cheaper than computing it again.
   static bool expensive(const RowProgram::Instruction& one);
   static std::string name(int i) { return "r" + std::to_string(i); }
 

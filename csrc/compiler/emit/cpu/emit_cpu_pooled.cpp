@@ -1,4 +1,4 @@
-// Sorts, running sums, pooled embeddings and grouped products: shapes and strides as constants of one call each.
+// Sorts, running sums, embedding bags and grouped products: one library call each, shapes and strides as constants.
 #include <algorithm>
 #include <string>
 #include <vector>
@@ -14,7 +14,7 @@ int64_t whole_lanes(int64_t count) {
   return (count + 15) / 16 * 16;
 }
 
-// Loops over all dimensions but `dim`; pointers to a row's first elements.
+// Loops over all dimensions but `dim`; pointers to the row's first elements.
 struct RowsAlong {
   RowsAlong(FunctionWriter& to, int input, int out, int dim)
       : nest(to, lengths(to.value(out), dim), to.axis_of(out, true), "i"),
@@ -95,7 +95,7 @@ void emit_experts(FunctionWriter& to, const ExpertsStage& experts) {
   const size_t lead = out.shape.size() - 1;
   int64_t rows = 1;
   for (size_t d = 0; d < lead; ++d) rows *= out.shape[d];
-  // Row p's place in a value of these leading dimensions.
+  // The offset of row p in a value with these leading dimensions.
   const auto place = [&](const Value& value) {
     std::vector<std::string> indices;
     std::vector<int64_t> strides;
@@ -134,7 +134,7 @@ void emit_experts(FunctionWriter& to, const ExpertsStage& experts) {
                     index_at = to.pointer(experts.index, false), out_at = to.pointer(experts.out, true);
   const std::string of_index =
       experts.runs ? "[](int64_t e) { return e * " + number(index.strides[0]) + "; }" : place(index);
-  // What grouped_product() sorts and keeps there.
+  // Scratch in which grouped_product() sorts rows and packs them.
   if (to.cuda() && table.shape[0] > 16384) to.refuse("it chooses among " + number(table.shape[0]) + " matrices");
   const int64_t scratch = to.scratch(to.cuda() ? (table.shape[0] + 1 + rows) * 4
                                                : (table.shape[0] + 1 + rows) * 8 + 64 +

@@ -1,7 +1,7 @@
-// Row programs as loops: over rows, and within a row over columns, 16 at a time, once for each level of reductions.
+// Row programs as loops over rows and, within a row, over vectors of 16 columns, one pass per level of reductions.
 //
-// A number of the row is held in all lanes, so that the same functions serve both; where lanes are rows, each in its
-// own.
+// A per-row number is broadcast to all lanes, so that the same functions serve both. If lanes are rows, each lane holds
+// its own row's number.
 #include "compiler/emit/common/emit_row_program.hpp"
 
 #include <algorithm>
@@ -45,7 +45,7 @@ void RowEmitter::close_rows() {
     to_.line("end_stores_past();");
 }
 
-// Of a CPU: a store that leaves all caches alone.
+// Whether, on a CPU, the store bypasses all caches.
 bool RowEmitter::passes_caches(const Instruction& one) const {
   if (to_.cuda() || one.kind != Kind::store || one.args.size() > 1 || step(one) != 1) return false;
   const CachePolicy policy = to_.cache_of(one.value, true);
@@ -56,12 +56,12 @@ void RowEmitter::define(int i, const std::string& expression) {
   to_.line(std::string("const ") + lanes_of(at(i).type) + " " + RowExpressions::name(i) + " = " + expression + ";");
 }
 
-// The register that a store takes, as its value's type is held.
+// The register to store, converted to the lanes of its value's type.
 std::string RowEmitter::stored(const Instruction& one) const {
   return expressions_.argument(one.args.at(0), lanes_of(to_.value(one.value).type));
 }
 
-// Numbers of the row that are known once the reductions below `when` are.
+// Computes the per-row numbers that are known once the reductions below level `when` are.
 void RowEmitter::numbers(int when) {
   if (!nest_.has_numbers()) return;
   for (int i = 0; i < count(); ++i) {
@@ -91,7 +91,7 @@ void RowEmitter::numbers(int when) {
   }
 }
 
-// One pass over the row's columns.
+// Writes one pass over the row's columns.
 void RowEmitter::columns(int when) {
   bool any = false;
   Registers need = needed(when, any);
@@ -142,7 +142,7 @@ std::string RowEmitter::reduced_lanes(const Instruction& one) const {
   return type == ScalarType::boolean ? "Ints" : lanes_of(type);
 }
 
-// Numbers that do not change along the vector's dimension are loaded before its loop.
+// Values that do not vary along the vectorized dimension are loaded before its loop.
 void RowEmitter::pass(const Registers& need, const std::set<int>& keep) {
   for (int i = 0; i < count(); ++i)
     if (need[static_cast<size_t>(i)] && kept_.count(i) == 0 && at(i).kind == Kind::load && step(at(i)) == 0)
@@ -153,13 +153,13 @@ void RowEmitter::pass(const Registers& need, const std::set<int>& keep) {
   if (!nest_.across_rows()) to_.close("});");
 }
 
-// Where 16 columns lie, and behind it how far apart they are, unless adjacent.
+// The address of 16 columns, followed by their stride unless they are contiguous.
 std::string RowEmitter::place(const Instruction& one, const std::string& further, bool columns) {
   const std::string begin = nest_.base(one, columns) + further + " + " + nest_.vector().name;
   return step(one) == 1 ? begin : begin + " * " + std::to_string(step(one)) + ", " + std::to_string(step(one));
 }
 
-// Of a store through an index: what opens it where there is such an element, and how much further that is.
+// For an indexed store: the condition that the element exists, and its offset.
 std::string RowEmitter::fits(const Instruction& one, int i) {
   const std::string given = "given" + std::to_string(i), size = std::to_string(one.through.size);
   const std::string index = RowExpressions::name(one.args[1]);

@@ -1,5 +1,5 @@
-// Stages that the device library has a kernel for: matrix products, collectives. The text binds shapes and strides as
-// constants, walks the batch dimensions, and takes the tile's part.
+// Stages with a kernel in the device library: matrix products and collectives. The text binds shapes and strides as
+// constants, loops over the batch dimensions, and takes the tile's part.
 #include <algorithm>
 #include <array>
 #include <string>
@@ -12,12 +12,12 @@ namespace ark::compiler {
 
 namespace {
 
-// An operand of one row, column or element of depth may have any stride there.
+// A dimension of length 1 may have any stride.
 int64_t stride(const Value& value, size_t from_end, int64_t otherwise) {
   return value.shape[value.shape.size() - from_end] == 1 ? otherwise : value.strides[value.shape.size() - from_end];
 }
 
-// Flags of a and of b.
+// The alignment flags of a and of b.
 std::array<std::string, 2> aligned_operands(FunctionWriter& to, const MatmulStage& matmul) {
   const Value &a = to.value(matmul.a), &b = to.value(matmul.b), &out = to.value(matmul.out);
   const Shape batch = slice(out.shape, 0, out.shape.size() - 2);
@@ -50,7 +50,7 @@ std::string product_shape(FunctionWriter& to, const MatmulStage& matmul) {
 
 namespace {
 
-// The erf that instruction `i` adds 1 to and nobody else reads, as GELU does; -1: it does not.
+// The erf that only instruction `i` reads, to add 1 to it as in GELU; -1 if there is none.
 int erf_beside_one(const FunctionWriter& to, const std::vector<RowProgram::Instruction>& code, size_t i) {
   using Kind = RowProgram::Instruction::Kind;
   const auto is_one = [&](int arg) {
@@ -68,14 +68,15 @@ int erf_beside_one(const FunctionWriter& to, const std::vector<RowProgram::Instr
   return is_erf(a) && is_one(b) ? a : is_erf(b) && is_one(a) ? b : -1;
 }
 
-// A function of a sum with its bias, which gives what is stored.
+// Writes the epilogue as a function of a sum with its bias, which returns the element to store.
 void define_finish(FunctionWriter& to, const MatmulStage& matmul) {
   using Kind = RowProgram::Instruction::Kind;
   RowProgram program;
   program.code = matmul.finish;
   const RowExpressions expressions(to, program);
   const bool halves = size_of(to.value(matmul.out).type) == 2;
-  std::vector<int> erfs(program.code.size(), -1);  // what an addition of 1 computes itself
+  std::vector<int> erfs(program.code.size(), -1);  // by instruction: the erf that this addition of 1 computes along
+                                                   // with it
   for (size_t i = 0; i < erfs.size() && halves; ++i) erfs[i] = erf_beside_one(to, program.code, i);
   to.open("const auto finish = [](float sum)");
   for (size_t i = 0; i < program.code.size(); ++i) {
@@ -119,7 +120,7 @@ void emit_matmul(FunctionWriter& to, const MatmulStage& matmul) {
 
   TextNest nest(to, batch, matmul.axis == Axis::batch ? to.axis_of(matmul.out, true) : -1, "b", true);
   const std::vector<std::string>& indices = nest.names();
-  // In a loop each is asked for anew, for its place alone to be in registers.
+  // In a loop each address is reloaded, so that registers hold no more than that.
   const bool loops = to.cuda() && std::ranges::any_of(indices, [](const std::string& one) { return one != "0"; });
   const auto place = [&](int value, bool write, const std::vector<int64_t>& strides) {
     return loops ? "now(" + at(to.pointer_later(value, write), indices, strides) + ")"
@@ -146,7 +147,7 @@ void emit_matmul(FunctionWriter& to, const MatmulStage& matmul) {
   const std::string operands =
       a_at + ", " + b_at + ", " + out_at + ", " + bias_at + ", " + r0 + ", " + r1 + ", " + c0 + ", " + c1;
   if (to.cuda()) {
-    // Strides choose among kernels.
+    // Strides select the kernel.
     std::string tile;
     if (matmul.tile_columns > 0) {
       tile = ", " + number(matmul.tile_rows) + ", " + number(matmul.tile_columns);
@@ -164,14 +165,14 @@ void emit_matmul(FunctionWriter& to, const MatmulStage& matmul) {
 
 namespace {
 
-// Behind the operands stand the place of the packets and the collective's number.
+// After the operands come the place of the packets and the collective's number.
 void emit_exchange(FunctionWriter& to, const CollectiveStage& collective, const std::string& input,
                    const std::string& output) {
   if (collective.ranks == 0) to.refuse("the size of its group is not known");
   const Node& node = to.graph().nodes()[static_cast<size_t>(to.stage().node)];
   const bool reduces = node.attributes.count("reduce_op") != 0;
   const int64_t size = size_of(to.value(collective.input).type);
-  const char* type = "boolean";  // of DType in cuda/dtype.cuh
+  const char* type = "boolean";  // a name of DType in cuda/dtype.cuh
   switch (to.value(collective.input).type) {
     case ScalarType::f32: type = "f32"; break;
     case ScalarType::bf16: type = "bf16"; break;

@@ -1,4 +1,4 @@
-// Tables and the kernel's frame behind emit_cuda.hpp.
+// Writes the tables of a plan's CUDA source and the kernel around them. See emit_cuda.hpp for what the source contains.
 #include "compiler/emit/cuda/emit_cuda.hpp"
 #include "compiler/graph/stage_queries.hpp"
 
@@ -20,10 +20,8 @@ namespace ark::compiler {
 
 namespace {
 
-// Pages asked for ahead by a task that loads as much itself (Target::in_flight by others). More than that queues up in
-// front of what tasks wait for (a decoding step of Llama-1B on an H200: 0.790 ms, as with 2 to 8 ahead; 0.796 with 4
-// beside, 0.812 with none at all or none beside). A task's own pages when its turn comes, or pieces of its several
-// weights by turns, cost more than they bring: 0.801 with 2 more pages, 0.90 with halves of a page by turns.
+// Pages prefetched beside a task that loads as much itself; beside others Target::in_flight are. More requests would
+// delay the loads that tasks wait for (figures in docs/measurements.md).
 constexpr int64_t kPagesBeside = 2;
 
 const Plan& checked(const Plan& plan) {
@@ -33,7 +31,7 @@ const Plan& checked(const Plan& plan) {
   return plan;
 }
 
-// Of a multi-step plan: the event that all workers' last tasks bump, how many they are, and one of them.
+// In a multi-step plan: the event that all workers' last tasks signal, the number of these workers, and one of them.
 struct Closing {
   int event = -1, workers = 0, leader = 0;
 };
@@ -84,7 +82,7 @@ class CudaEmitter {
                        [](const Placement& one) { return one.pushed.ranks > 0; });
   }
 
-  // Headers of kernels that not all plans have: what is not needed is not compiled.
+  // Includes kernels that not all plans use only where needed, to save compile time.
   std::string rare_includes() const {
     std::string text;
     const auto include = [&](const char* header, auto&& is) {
@@ -176,14 +174,14 @@ class CudaEmitter {
         << queues.str() << "};\n\n";
   }
 
-  // By position: how many are asked for when that task's turn comes.
+  // By position in the queue: the number of prefetches to issue when that task starts.
   std::vector<int> write_loads(const Queue& queue, std::ostream& out) const {
     std::vector<int> asked;
     const int64_t page = plan_.target.page_bytes;
     for (const std::vector<Load>& some : loads_ahead(queue, plan_.target.in_flight * page, kPagesBeside * page)) {
       asked.push_back(static_cast<int>(some.size()));
       for (const Load& load : some) {
-        // Its offset is of the value's buffer.
+        // The load's offset is relative to the buffer.
         const Value& value = plan_.graph.values()[static_cast<size_t>(load.value)];
         out << "    {" << operand(load.value, load.offset - value.offset * size_of(value.type)) << ", " << load.rows
             << ", " << load.bytes << ", " << load.stride << ", " << static_cast<int>(cache_of(load)) << "},\n";
@@ -192,8 +190,8 @@ class CudaEmitter {
     return asked;
   }
 
-  // What the second-level cache does with what is brought there ahead. What makes way first when it is read does not
-  // before, unless all of a plan shall.
+  // The second-level cache policy of a prefetch. Data that is evicted first once read is prefetched normally, unless
+  // the whole plan uses evict_first.
   CachePolicy cache_of(const Load& load) const {
     const Task& task = plan_.tasks[static_cast<size_t>(load.task)];
     for (const Access& access : plan_.stages[static_cast<size_t>(task.stage)].accesses) {

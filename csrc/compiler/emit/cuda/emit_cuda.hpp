@@ -10,16 +10,16 @@ namespace ark::compiler {
 
 inline constexpr char kLoopKernel[] = "loop_kernel";
 
-// To be compiled without spills (Source::may_spill of jit/source.hpp): a function whose numbers do not fit the
-// registers that 512 threads leave each other is a fault in a kernel, and its region goes elsewhere, with its name.
+// The source must compile without spills (Source::may_spill of jit/source.hpp): a function that does not fit the
+// registers available to each of 512 threads is a kernel's defect, and its region falls back, with the function named.
 struct CudaSource {
   std::string text;
-  int64_t scratch_bytes = 0;  // of each worker
-  int pointers = 0;           // that a launch hands over: inputs, then outputs
-  int shared_bytes = 0;       // of a block, as the launch asks for them
+  int64_t scratch_bytes = 0;  // per worker
+  int pointers = 0;           // passed by a launch: inputs, then outputs
+  int shared_bytes = 0;       // per block, requested at launch
 };
 
-// Throws Error(invalid_argument) for what the CUDA target cannot run.
+// Throws Error(invalid_argument) if the CUDA target cannot run the plan.
 CudaSource emit_cuda(const Plan& plan);
 
 }  // namespace ark::compiler

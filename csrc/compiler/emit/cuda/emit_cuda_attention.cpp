@@ -1,5 +1,5 @@
-// Attention as calls of the device library's kernels: whole, of a block of positions, with a position that it adds to
-// the caches itself; and what combines blocks.
+// Attention as calls of the device library's kernels: whole, over a block of positions, or with a position that it
+// appends to the caches; and the combination of blocks.
 #include <algorithm>
 #include <functional>
 #include <string>
@@ -11,7 +11,7 @@ namespace ark::compiler {
 
 namespace {
 
-// Whether a GPU that has them takes groups of warps for it (kernels/cuda/loop/attention_groups.cuh).
+// Whether a GPU with warp groups uses them for this attention (kernels/cuda/loop/attention_groups.cuh).
 bool attends_by_groups(const Graph& graph, const AttentionStage& attention) {
   const auto value = [&](int index) { return graph.values()[static_cast<size_t>(index)]; };
   const Value q = value(attention.q), k = value(attention.k), v = value(attention.v);
@@ -23,8 +23,7 @@ bool attends_by_groups(const Graph& graph, const AttentionStage& attention) {
          one_mask && !attention.causal && attention.states < 0;
 }
 
-// Whether queries, keys and values can be loaded 16 bytes at a time: a flag. "false", too, where the kernel does not
-// ask.
+// The flag whether queries, keys and values can be loaded 16 bytes at a time; "false" also if the kernel ignores it.
 std::string aligned_rows(FunctionWriter& to, const AttentionStage& attention) {
   const Value &q = to.value(attention.q), &k = to.value(attention.k), &v = to.value(attention.v);
   constexpr int64_t kFewRows = 16, kTensorColumns = 128;  // kFewQueries and kTensor of cuda/loop/attention.cuh
@@ -45,7 +44,7 @@ std::string aligned_rows(FunctionWriter& to, const AttentionStage& attention) {
   return all;
 }
 
-// The end of a call for an attention that a position is added to.
+// Completes the call of an attention that appends a position.
 void emit_added(FunctionWriter& to, const AttentionStage& attention, const std::string& call,
                 const std::vector<std::string>& indices, const std::function<void()>& make) {
   const AttentionStage::Added& added = attention.added;
@@ -77,8 +76,7 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention, const s
   auto stride = [](const Value& value, size_t d) { return value.shape[d] == 1 ? 0 : value.strides[d]; };
   auto column = [](const Value& value) { return value.shape[3] == 1 ? 1 : value.strides[3]; };
   const int64_t columns = q.shape[3], value_columns = v.shape[3];
-  // A row's running result stays in registers (CPU) or a tile of rows in shared memory (CUDA); code is made for each
-  // size.
+  // A row's running result is in registers (CPU) or in a tile in shared memory (CUDA). Each size has its own code.
   const int64_t most = to.cuda() ? 256 : 512;
   if (columns > most || value_columns > most)
     to.refuse("attention with heads of " + number(columns) + " and " + number(value_columns) + " numbers");
@@ -91,7 +89,7 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention, const s
   };
   const std::string aligned = to.cuda() ? aligned_rows(to, attention) : "";
   const bool groups = to.cuda() && aligned != "false" && attends_by_groups(to.graph(), attention);
-  // Where each is used once, at the begin, it is not asked for later.
+  // The kernel for warp groups uses each address once, at its start, so there is no need to reload them later.
   const auto place = [&](int value, bool write, const std::vector<int64_t>& strides) {
     return at(groups ? to.pointer(value, write) : to.pointer_later(value, write), indices, strides);
   };
@@ -134,7 +132,7 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention, const s
   const int64_t padded = (columns + 15) / 16 * 16, padded_values = (value_columns + 15) / 16 * 16;
   if (!to.cuda())
     to.scratch((16 * (padded + padded_values) + padded * 64) * 4);  // attention_scratch() of attention.hpp
-  // The strides are a template argument where code is chosen by them.
+  // Strides are a template argument of the kernels that select code by them.
   if (groups) to.multiply_by_groups();
   const std::string sizes = number(columns) + ", " + number(value_columns);
   const std::string call = !to.cuda() ? "attend<" + sizes + ">(context, s, "

@@ -1,5 +1,6 @@
-// Reads and writes by index, sorts and running sums for a GPU: a call of the device library (cuda/loop/gather.cuh,
-// select.cuh, scan.cuh) each, with strides as constants and a function that says where a part of the tile lies.
+// Indexed reads and writes, sorts and running sums for a GPU. Each is one call of the device library
+// (cuda/loop/gather.cuh, select.cuh, scan.cuh) with strides as constants and a function that returns the address of a
+// part of the tile.
 #include "compiler/emit/cuda/emit_cuda_indexed.hpp"
 
 #include <algorithm>
@@ -14,13 +15,13 @@ namespace {
 
 using Texts = std::vector<std::string>;
 
-// How many indices of a dimension of that size a tile takes.
+// The number of a dimension's indices that a tile takes.
 std::string tile_length(const FunctionWriter& to, int64_t size) {
   const std::string begin = to.tile_begin(size);
   return to.tile_end(size) + " - " + (begin.find(' ') == std::string::npos ? begin : "(" + begin + ")");
 }
 
-// A tile's indices as one number. The dimension that tiles cut is the outermost, so that every divisor is a constant.
+// A tile's indices as one flat number. The cut dimension is the outermost, so that every divisor is a constant.
 class FlatSpace {
  public:
   FlatSpace(FunctionWriter& to, const Shape& shape, int axis) : to_(to) {
@@ -43,7 +44,7 @@ class FlatSpace {
   }
   const std::string& count() const { return count_; }
   const Texts& names() const { return names_; }
-  // Defines the indices from the flat number of that name.
+  // Defines the indices from the flat number with this name.
   void define(const std::string& flat) const {
     for (const auto& [name, rest] : indices_) to_.line("const int64_t " + name + " = " + flat + rest + ";");
   }
@@ -60,7 +61,7 @@ class FlatSpace {
   std::string count_;
 };
 
-// The last dimension of what is copied, from where a tile begins in it; one element where that is walked as well.
+// The last dimension of a copy, from the tile's start in it; one element if that dimension is walked too.
 struct CudaRun {
   CudaRun(const FunctionWriter& to, const Shape& shape, size_t walked, int axis)
       : there(shape.size() > walked), cut(there && axis == static_cast<int>(shape.size()) - 1) {
@@ -78,7 +79,7 @@ struct CudaRun {
   std::string length, first;
 };
 
-// Whether elements at all indices but the last, which is adjacent, are apart by multiples of 16 bytes.
+// Whether the last dimension is contiguous and all other strides are multiples of 16 bytes.
 bool lie_aligned(const Value& value, const std::vector<int64_t>& strides) {
   bool aligned = !strides.empty() && strides.back() == 1;
   for (size_t d = 0; d + 1 < strides.size(); ++d)
@@ -90,7 +91,7 @@ std::string flag(bool value) {
   return value ? "true" : "false";
 }
 
-// The rows of a stage that goes along `dim`: "to, from, count" and the function that says where each lies.
+// The rows of a stage along `dim`: "to, from, count" and a function that returns each row's address.
 class CudaRows {
  public:
   CudaRows(FunctionWriter& to, int input, int out, int dim)
@@ -117,7 +118,7 @@ class CudaRows {
   std::string operands_;
 };
 
-// What is written by index, in two ways.
+// Indexed writes, in parallel or in order.
 class CudaScatter {
  public:
   CudaScatter(FunctionWriter& to, const ScatterStage& scatter)
@@ -133,7 +134,7 @@ class CudaScatter {
         source_at_(to.pointer(scatter.source, false)),
         index_at_(to.pointer(scatter.index, false)) {}
 
-  // All at once, for no two positions that are the same.
+  // Writes all positions in parallel, which requires that no two are the same.
   void side_by_side() {
     const CudaRun run(to_, source_.shape, dim_ + 1, axis_);
     const FlatSpace space(to_, run.outer(source_.shape), run.cut ? -1 : axis_);
@@ -146,7 +147,7 @@ class CudaScatter {
     to_.line("return true;");
     to_.close("});");
   }
-  // Unless positions are in order, and none twice, it goes on behind this.
+  // Writes in parallel if positions are strictly increasing; otherwise execution continues after this text.
   void side_by_side_if_growing() {
     const std::string size = number(base_.shape[dim_]);
     to_.open("const auto index_of = [&](int64_t position)");
@@ -174,7 +175,7 @@ class CudaScatter {
 
  private:
   int64_t index_stride() const { return index_.shape.empty() ? 0 : index_.strides.back(); }
-  // Defines the index, which it returns, and where that puts things.
+  // Defines the index and the addresses of source and destination. Returns the index.
   std::string places(const Texts& names, const std::string& leave) {
     const std::string place =
         scatter_.along ? at(index_at_, names, index_.strides) : at(index_at_, {names[dim_]}, {index_stride()});
@@ -237,7 +238,7 @@ void emit_cuda_select(FunctionWriter& to, const SelectStage& select) {
   const Value &input = to.value(select.input), &out = to.value(select.out);
   const auto dim = static_cast<size_t>(select.dim);
   const int64_t length = input.shape[dim], count = out.shape[dim];
-  // Selection of select.cuh: keys of 8 bytes, 16 for numbers of 64 bits, in shared memory where they fit.
+  // The selection of select.cuh uses keys of 8 bytes (16 for 64-bit numbers), in shared memory if they fit.
   constexpr int64_t threads = 512, shared = 96 * 1024, most = 1 << 20;
   const int64_t candidates = count * ((length + threads - 1) / threads);
   const bool by_threshold = length >= 1024 && count <= 256 && candidates * 2 <= length;

@@ -1,5 +1,5 @@
-// Stages whose text for a GPU is not the CPU's with another library: there no loop is walked, a tile's elements are
-// one flat space that the threads share.
+// Indexed stages whose GPU text differs from the CPU's by more than the library it calls: instead of loops, a tile's
+// elements are one flat space that threads share.
 #pragma once
 
 #include "compiler/emit/cpu/emit_cpu_function.hpp"

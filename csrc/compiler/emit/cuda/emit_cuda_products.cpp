@@ -1,4 +1,5 @@
-// Several products that share their rows, as a call of cuda/loop/products.cuh.
+// Several products that share their rows, as one call of cuda/loop/products.cuh. Strides, encodings and cache policies
+// are constants of the call.
 #include <string>
 
 #include "compiler/emit/cpu/emit_cpu_loops.hpp"

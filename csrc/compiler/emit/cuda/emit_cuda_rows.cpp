@@ -1,10 +1,10 @@
-// How the threads of a GPU take the rows of a row program.
+// Distributes the rows of a row program over a GPU's threads.
 //
-// A row is a warp's or the whole block's, its columns are spread over the threads, each in the same place in every
-// pass. Where a thread's columns are few the first pass loads what all of them need, and it stays in registers; they
-// are adjacent, if their number allows it, and go in one go (cuda/loop/runs.cuh). Arrays of them begin as zeros: where
-// a thread has no column, what is never set would be a register that the assembler keeps through the whole kernel.
-// Where nothing is reduced a tile is one row, of which a thread takes one or a few elements at a time.
+// A row belongs to a warp, a group of warps or the block; its columns are spread over the threads, in the same way in
+// every pass. If a thread has few columns, the first pass loads what all passes need and keeps it in registers; the
+// columns are contiguous, if their number allows, and load in one instruction (cuda/loop/runs.cuh). Register arrays
+// start as zeros: unset elements would occupy registers throughout the kernel. Without reductions a tile is one row,
+// and a thread takes one or a few elements at a time.
 #include "compiler/emit/common/emit_row_program.hpp"
 
 #include <algorithm>
@@ -18,10 +18,10 @@ void RowEmitter::open_threads() {
     return to_.open("for_blocks<" + std::to_string(turns_) + ">(" + nest_.count(true) +
                     ", [&](int64_t first, int64_t past)");
   }
-  // By shape alone: the order of a sum must not depend on the tile.
+  // By shape only: the order of a sum must not depend on the tile.
   const bool narrow = nest_.columns() <= 64 || (nest_.columns() <= 1024 && nest_.rows() >= 2048);
-  const bool several = nest_.columns() <= 1024 && nest_.rows() >= 256;  // of a tile, most likely
-  const int64_t threads = narrow ? 32 : several ? 128 : 512;            // of cuda/loop/group.cuh
+  const bool several = nest_.columns() <= 1024 && nest_.rows() >= 256;  // in most tiles
+  const int64_t threads = narrow ? 32 : several ? 128 : 512;            // as in cuda/loop/group.cuh
   const int64_t turns = (nest_.columns() + threads - 1) / threads;
   turns_ = turns <= kMostTurns ? static_cast<int>(turns) : 0;
   in_runs_ = turns_ > 1 && (turns_ & (turns_ - 1)) == 0 && nest_.columns() % turns_ == 0 && whole_columns();
@@ -32,13 +32,13 @@ void RowEmitter::open_threads() {
   nest_.take_apart("row", false);
 }
 
-// One dimension, that tiles do not cut.
+// Whether there is one column dimension and tiles do not cut it.
 bool RowEmitter::whole_columns() const {
   return std::none_of(nest_.loops().begin(), nest_.loops().end(),
                       [&](const RowLoop& loop) { return loop.column && (loop.tiled || &loop != &nest_.vector()); });
 }
 
-// As many as a thread has registers for, the first ones.
+// Keeps the first ones, as many as a thread has registers for.
 void RowEmitter::limit(std::set<int>& keep) const {
   int left = kMostKept;
   for (auto one = keep.begin(); one != keep.end();) {
@@ -47,7 +47,7 @@ void RowEmitter::limit(std::set<int>& keep) const {
   }
 }
 
-// Of a GPU's first pass: also what later ones load.
+// In a GPU's first pass, also needs what later passes load.
 void RowEmitter::load_early(int when, Registers& need) const {
   if (turns_ == 0 || !kept_.empty()) return;
   for (int later = when + 1; later <= last_level_; ++later) {
@@ -58,8 +58,8 @@ void RowEmitter::load_early(int when, Registers& need) const {
   }
 }
 
-// What a pass of a GPU's threads stores no load of it sees (stage.hpp), but the compiler has to think so: where there
-// are stores, loads stand in a pass of their own before it, so that all of them are under way together. So do runs.
+// No load of a pass sees its stores (stage.hpp), but the compiler cannot know that. If a pass has stores, its loads go
+// into a pass of their own before it, so that all of them are in flight together. So do runs.
 void RowEmitter::load_first(const Registers& need, std::set<int>& keep) {
   const auto in_pass = [&](int i, Kind kind) { return need[static_cast<size_t>(i)] && at(i).kind == kind; };
   bool stores = in_runs_;
@@ -89,7 +89,7 @@ void RowEmitter::load_first(const Registers& need, std::set<int>& keep) {
   const bool any_other = std::find(others.begin(), others.end(), true) != others.end();
   if (aligned.empty()) {
     if (any_other) pass_of_threads(others, loads);
-  } else {  // of one kind or the other, or each load would be waited for before the next
+  } else {  // all runs or none, since a branch per load would wait for each load before the next
     to_.open("if (" + aligned + ")");
     load_runs(false);
     if (any_other) pass_of_threads(others, loads);
@@ -101,12 +101,12 @@ void RowEmitter::load_first(const Registers& need, std::set<int>& keep) {
     seldom_ = false;
     to_.close();
   }
-  load_runs(true);  // behind a poll nothing is asked for until it has ended
+  load_runs(true);  // polls come last: no load is issued until a poll has ended
   kept_.insert(loads.begin(), loads.end());
   for (const int i : loads) keep.erase(i);
 }
 
-// Of a load whose run fits, into its array.
+// Loads a run into its array, if the run is aligned.
 std::string RowEmitter::loads_run(int i) {
   const Instruction& one = at(i);
   const std::string turns = std::to_string(turns_), into = "(k" + std::to_string(i) + ", " + run_of(one);
@@ -116,7 +116,7 @@ std::string RowEmitter::loads_run(int i) {
          RowExpressions::rounded(one, "sum") + "; });";
 }
 
-// A column's element.
+// Loads a column's element.
 std::string RowEmitter::load_element(const Instruction& one) {
   if (one.parts.count == 1) return "load_one(" + nest_.base(one, true) + ")";
   return RowExpressions::rounded(one, "load_parts<" + std::to_string(one.parts.count) + (seldom_ ? ", false" : "") +
@@ -136,7 +136,7 @@ void RowEmitter::pass_of_threads(const Registers& need, const std::set<int>& kee
   const std::string over = !nest_.has_numbers() ? (turns ? "for_turns" + many : elements + nest_.count(true))
                            : turns ? by_columns + "<Group, " + std::to_string(turns_) + ">(" + nest_.count(true)
                                    : "for_columns<Group>(" + nest_.count(true);
-  std::vector<int> runs;  // stored behind the pass
+  std::vector<int> runs;  // stored after the pass
   for (int i = 0; i < count(); ++i)
     if (need[static_cast<size_t>(i)] && at(i).kind == Kind::store && is_run(at(i))) runs.push_back(i);
   for (const int i : runs)
@@ -153,7 +153,7 @@ void RowEmitter::pass_of_threads(const Registers& need, const std::set<int>& kee
              nest_.count(true) + ");");
 }
 
-// Where some of what a pass loads are packets: all of it, packets last, and all of those at once. The rest is left.
+// If a pass polls packets, writes all its loads here, packets last and polled together. Returns what remains.
 RowEmitter::Registers RowEmitter::poll_together(const Registers& need, const std::set<int>& keep) {
   Registers rest = need;
   std::string from;

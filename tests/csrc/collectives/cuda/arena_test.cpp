@@ -80,12 +80,13 @@ TEST(Lanes, NothingTakesNone) {
 // What a group on the host pins, all its ranks together, is bounded; and what is a rank's alone is not in it.
 TEST(Arena, OnTheHostTakesLittle) {
   for (int ranks = 2; ranks <= device::kMaxRanks; ++ranks) {
-    for (const bool device_each : {true, false}) {
-      const ArenaLayout layout(ranks, 0, device_each, true), on_devices(ranks, 0, device_each);
+    for (const auto& [device_each, blocks] : {std::pair(true, 16u), {true, 64u}, {false, 4u}}) {
+      const ArenaLayout layout(ranks, 0, device_each, blocks), on_devices(ranks, 0, device_each);
       const uint64_t pages = (layout.total + kHostPage - 1) / kHostPage;
       EXPECT_LE(pages * kHostPage * ranks, uint64_t{64} << 20) << ranks;
       EXPECT_GE(layout.collectives.chunks.lanes, 4u) << ranks;
       EXPECT_LE(layout.collectives.chunks.lanes, on_devices.collectives.chunks.lanes);
+      EXPECT_LE(layout.collectives.chunks.lanes, std::max(4u, blocks * device::ring_lanes(ranks))) << ranks;
       EXPECT_GE(layout.most_one_shot, uint64_t{64} << 10) << ranks;
       EXPECT_EQ(on_devices.own_total, 0u);
       EXPECT_EQ(on_devices.most_one_shot, most_one_shot_bytes(ranks));

@@ -11,7 +11,7 @@ namespace {
 
 constexpr size_t kStriped = 3 << 20;
 
-std::string outcome_of(rdma::Message& message) {
+std::string ending_of(rdma::Message& message) {
   try {
     return message.wait_until(soon()) ? "" : "late";
   } catch (const Error& error) {
@@ -40,7 +40,7 @@ struct Rails : Group {
       all.push_back((*this)[r].receive(1 - r, 3, targets[r].data(), bytes));
       all.push_back((*this)[r].send(1 - r, 3, sources[r].data(), bytes));
     }
-    for (auto& one : all) EXPECT_EQ(outcome_of(*one), "");
+    for (auto& one : all) EXPECT_EQ(ending_of(*one), "");
     for (int r = 0; r < 2; ++r) EXPECT_TRUE(sources[r] == targets[1 - r]) << "rank " << r;
   }
 
@@ -111,7 +111,7 @@ TEST_P(Mixed, AllThatIsReceivedIsWhatWasSent) {
           all.push_back(group[me].receive(peer, 1, memory.back().data(), memory.back().size()));
         }
       }
-      for (auto& one : all) EXPECT_EQ(outcome_of(*one), "");
+      for (auto& one : all) EXPECT_EQ(ending_of(*one), "");
       for (const auto& [place, seed] : expected) EXPECT_TRUE(memory[place] == pattern(memory[place].size(), seed));
     });
   }
@@ -135,8 +135,8 @@ TEST_F(RailsTest, ASignalComesBehindAllPartsOfAPut) {
     EXPECT_TRUE(group[1].wait_signals(0, 5, n, soon()));
     EXPECT_TRUE(target == source) << n;
     EXPECT_EQ(group[1].signals(0, 5), n);
-    EXPECT_EQ(outcome_of(*put), "");
-    EXPECT_EQ(outcome_of(*signal), "");
+    EXPECT_EQ(ending_of(*put), "");
+    EXPECT_EQ(ending_of(*signal), "");
   }
   held.reset();
 }
@@ -161,7 +161,7 @@ TEST_F(RailsTest, ALinkThatGoesLeavesItsPartsToTheFirst) {
       all.push_back(group[r].send(1 - r, 3, sources[r].data(), sources[r].size()));
     }
     cut.join();
-    for (auto& one : all) EXPECT_EQ(outcome_of(*one), "");
+    for (auto& one : all) EXPECT_EQ(ending_of(*one), "");
     for (int r = 0; r < 2; ++r) EXPECT_TRUE(sources[r] == targets[1 - r]) << r;
     // One more, so that the NIC is asked however early the last one was through.
     group.exchange(kStriped, 5);
@@ -189,7 +189,7 @@ TEST_F(RailsTest, ASignalBehindAPutOfALostRailComesWithIt) {
   EXPECT_FALSE(group[1].wait_signals(0, 5, 1, Clock::now() + std::chrono::milliseconds(20)));  // the NIC still tries
   EXPECT_TRUE(group[1].wait_signals(0, 5, 1, soon()));
   EXPECT_TRUE(target == source);
-  EXPECT_EQ(outcome_of(*put), "");
+  EXPECT_EQ(ending_of(*put), "");
   held.reset();
 }
 
@@ -210,8 +210,8 @@ TEST_F(RailsTest, TheFirstLinkIsTheConnections) {
   std::vector<uint8_t> data(kStriped), target(kStriped);
   const auto received = group[1].receive(0, 3, target.data(), kStriped);
   const auto sent = group[0].send(1, 3, data.data(), kStriped);
-  EXPECT_NE(outcome_of(*received).find("RDMA with rank 0 over pretend0"), std::string::npos);
-  EXPECT_NE(outcome_of(*sent), "");
+  EXPECT_NE(ending_of(*received).find("RDMA with rank 0 over pretend0"), std::string::npos);
+  EXPECT_NE(ending_of(*sent), "");
 }
 
 TEST_F(RailsTest, DevicesAreChosenByTheirNames) {

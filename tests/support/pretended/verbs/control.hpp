@@ -24,11 +24,13 @@ struct Control {
   std::atomic<uint32_t> refuse_pairs;  // no queue pair is made
   std::atomic<uint32_t> link_down_1;   // as link_down, of device 1 alone
   std::atomic<uint32_t> port_down_1;   // as port_down
+  std::atomic<uint32_t> refuse_dma_buf;
 };
 
 // What is alive in this process, and what has happened in it.
 struct Counts {
   std::atomic<int> contexts, domains, regions, channels, queues, pairs;
+  std::atomic<uint64_t> dma_bufs;  // registered, ever
   std::atomic<uint64_t> packets, lost, sent_again, not_ready;
   std::atomic<uint64_t> bytes_of[2];  // that devices were asked to send
 };

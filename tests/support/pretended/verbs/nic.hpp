@@ -71,6 +71,7 @@ struct Packet {
 
 struct Region {
   ark::ibv_mr base{};
+  uint64_t begin = 0;  // base.addr is an offset for a dma-buf
   int access = 0;
 };
 

@@ -104,7 +104,7 @@ void take_data(Pair& pair, const Packet& packet, const std::byte* payload) {
   if (packet.bytes > 0) {
     const auto found = context.regions.find(packet.key);
     const auto* region = found == context.regions.end() ? nullptr : found->second;
-    const auto begin = region ? reinterpret_cast<uint64_t>(region->base.addr) : 0;
+    const uint64_t begin = region ? region->begin : 0;
     const bool inside = region && packet.to >= begin && packet.to - begin <= region->base.length &&
                         packet.bytes <= region->base.length - (packet.to - begin);
     if (!inside || !(region->access & IBV_ACCESS_REMOTE_WRITE)) {
@@ -302,8 +302,8 @@ int post_send(ibv_qp* base, ibv_send_wr* requests, ibv_send_wr** bad) {
     } else if (kept.bytes > 0) {
       const auto region = context.regions.find(kept.key);
       const auto address = reinterpret_cast<uint64_t>(kept.from);
-      if (region == context.regions.end() || address < reinterpret_cast<uint64_t>(region->second->base.addr) ||
-          address + kept.bytes > reinterpret_cast<uint64_t>(region->second->base.addr) + region->second->base.length)
+      if (region == context.regions.end() || address < region->second->begin ||
+          address + kept.bytes > region->second->begin + region->second->base.length)
         fail_pair(pair, IBV_WC_LOC_PROT_ERR);
     }
     if (failed) fail_pair(pair, IBV_WC_WR_FLUSH_ERR);
