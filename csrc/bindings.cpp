@@ -19,6 +19,7 @@
 #include "collectives/cuda/stubs.hpp"
 #include "cuda/driver.hpp"
 #include "dma/rdma/engine.hpp"
+#include "dma/rdma/gpu_memory.hpp"
 #include "dma/rdma/status.hpp"
 #include "jit/compiler.hpp"
 #include "jit/prebuilt.hpp"
@@ -154,6 +155,15 @@ void bind_rdma(py::module_& m) {
     return std::tuple(chosen, reason, ports);
   });
   m.def("_rdma_retry_budget", &rdma::retry_budget);
+  // How memory of a CUDA device reaches each NIC: (NIC, why not directly; empty if directly).
+  m.def("_rdma_gpu_paths", [](const rdma::Options& wanted, int gpu) {
+    py::gil_scoped_release no_gil;
+    std::string left_out;
+    std::vector<std::pair<std::string, std::string>> paths;
+    for (const auto& rail : rdma::Engine::rails_of(wanted, left_out))
+      paths.emplace_back(rail->device()->port().device, rdma::gpu_path(*rail->device(), gpu).reason);
+    return paths;
+  });
 }
 
 // The kernel compilers; ark_torch/_jit.py calls these.
@@ -264,8 +274,6 @@ void bind_jit(py::module_& m) {
       py::arg("may_spill") = true);
 }
 
-}  // namespace
-
 // PyTorch's own since 2.14; the same here for older minors.
 void bind_windows([[maybe_unused]] py::module_& m) {
 #ifndef C10D_BACKEND_HAS_WINDOW
@@ -292,6 +300,8 @@ void bind_windows([[maybe_unused]] py::module_& m) {
       .def("get_attr", &BaseWindow::get_attr, py::arg("peer_rank"));
 #endif
 }
+
+}  // namespace
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "ark_torch's C++ library. Use it through torch.distributed and ark_torch, not directly.";

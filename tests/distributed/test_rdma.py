@@ -17,6 +17,7 @@ import pytest
 import test_carried as carried
 import torch
 import torch.distributed as dist
+from support import pretended
 from support.groups import ark_only, backend_of
 from support.launcher import Job, run_ranks
 from support.pretended import verbs
@@ -382,3 +383,24 @@ def test_doctor_tells_the_device_or_why_there_is_none(env: Env, control: verbs.C
     control.set(port_down=1)
     assert "its port 1 is down" in told() and "warn" in told(), "it is asked for"
     assert told(ARK_RDMA_LIBRARY=__file__, ARK_NET="auto").startswith("info none, so Gloo carries groups")
+
+
+def _doctor_of_gpus(rank: Rank) -> list[str]:
+    from ark_torch.tools import _probe_rdma
+
+    pretended.enter()
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: 2
+    pretended.driver.pretend_dma_buf(1, 100)
+    found = [_probe_rdma.rows()[0]["found"]]
+    pretended.driver.pretend_dma_buf(1, 0)
+    return [*found, _probe_rdma.rows()[0]["found"]]
+
+
+def test_doctor_tells_which_nics_reach_gpu_memory(pretended_gpu: dict[str, str | None], env: Env) -> None:
+    both = env | pretended_gpu | {"ARK_RDMA_DEVICE": "all"}
+    reached, not_reached = run_ranks(_doctor_of_gpus, 1, env=both)[0]
+    for gpu in range(2):
+        for nic in ("pretend0", "pretend1"):
+            assert f"memory of cuda:{gpu} from {nic}: reached directly, by dma-buf" in reached, reached
+    assert "memory of cuda:0 from pretend0: not reached, so it goes through the host's memory: kernels" in not_reached

@@ -5,6 +5,7 @@ Groups of one node (shared memory), of several (a pretended libibverbs), and tho
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import time
 from datetime import timedelta
@@ -15,6 +16,7 @@ import pytest
 import test_carried as carried
 import torch
 import torch.distributed as dist
+from support import pretended
 from support.groups import ark_only, backend_of
 from support.launcher import Job, run_ranks
 from support.pretended import verbs
@@ -233,6 +235,67 @@ def test_what_ends_a_wait(placement: Placement, way: str, how: str, env: Env) ->
     assert took < 15
     words = "rank 1 sent no signal within 300 ms" if how == "timeout" else "rank 1 is gone|RDMA with rank 1 "
     assert any(part in text for part in words.split("|")), text
+
+
+def _on_gpus(rank: Rank, way: str, dma_buf: int) -> None:
+    pretended.enter()
+    carried.on_nodes(rank, (0, 1))
+    me, peer = rank.rank, 1 - rank.rank
+    memory, source = torch.zeros(300_000), torch.full((100_000,), float(me))
+
+    def on_gpu(host: torch.Tensor) -> torch.Tensor:
+        pretended.driver.pretend_memory(ctypes.c_void_p(host.data_ptr()), ctypes.c_ulong(host.nbytes))
+        return pretended.on(me, host)
+
+    pretended.driver.pretend_dma_buf(dma_buf, 100)
+    own, data = on_gpu(memory), on_gpu(source)
+    if not dma_buf:
+        with pytest.raises(
+            RuntimeError, match=r"the NIC does not reach its memory: the CUDA driver exports no dma-buf"
+        ):
+            _new(way, own)
+        return
+    window = _new(way, own)
+    dist.barrier()  # memory is the host's here, so that nobody's check comes before
+    for round in range(3):
+        source.fill_(10.0 * round + me)
+        window.put(data, peer, 100_000, False)
+        window.signal(peer, False)
+        window.wait_signal(peer, False)
+        assert memory[100_000:200_000].unique().tolist() == [10 * round + peer]
+        dist.barrier()
+    window.put(torch.full((5,), 7.0), peer, 0, False)  # from the host's memory to a GPU's
+    window.signal(peer, False)
+    window.wait_signal(peer, False)
+    assert memory[:6].tolist() == [7.0] * 5 + [0.0]
+    with pytest.raises(ValueError, match=rf"GPU memory is put by RDMA, and rank {me} is of this node"):
+        window.put(data, me, 0, False)
+    with pytest.raises(ValueError, match="GPU memory, which is the tensor itself"):
+        window.map_remote_tensor(me)
+    pretended.driver.pretend_capture(5)
+    with pytest.raises(ValueError, match="a graph is being captured"):
+        window.put(data, peer, 0, False)
+    pretended.driver.pretend_capture(0)
+    window.tensor_deregister()
+
+
+@pytest.mark.by_day("1-ark", "0-ark")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dma_buf", [1, 0])
+def test_gpu_memory(pretended_gpu: Any, env: Env, dma_buf: int, way: str) -> None:
+    run_ranks(_on_gpus, 2, way, dma_buf, env=env | pretended_gpu)
+
+
+def _gpus_of_one_node(rank: Rank) -> None:
+    pretended.enter()
+    rank.init()
+    with pytest.raises(ValueError, match=r"tensor is on cuda:\d, and windows of CUDA tensors take RDMA and one rank"):
+        ark_torch.distributed.new_window(pretended.on(rank.rank, torch.zeros(4)))
+    dist.barrier()
+
+
+def test_gpus_of_one_node_have_none(pretended_gpu: Any) -> None:
+    run_ranks(_gpus_of_one_node, 2, env=pretended_gpu)
 
 
 def _gloo(rank: Rank) -> None:

@@ -67,7 +67,12 @@ RmaWindow::Transfer RmaWindow::put(const OperationContext& context, int peer, ui
              "Put what fits into that rank's window.");
     const size_t bytes = elements * there.item;
     if (bytes == 0) return nullptr;
-    if (const int local = local_of(peer); local >= 0) {
+    const int local = local_of(peer);
+    if (local >= 0 && (where == rdma::Where::gpu || own_.where == rdma::Where::gpu))
+      refuse(ErrorKind::invalid_argument,
+             "GPU memory is put by RDMA, and rank " + std::to_string(peer) + " is of this node",
+             "Copy the tensor there, or put to ranks of other nodes.");
+    if (local >= 0) {
       std::memmove(neighbours_[local].data + offset * there.item, from, bytes);
       return nullptr;
     }

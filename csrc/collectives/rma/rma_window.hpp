@@ -76,6 +76,7 @@ class RmaWindow {
   // A peer's memory as it is mapped here, and what keeps it so; null: the peer is of another node.
   std::pair<std::byte*, std::shared_ptr<void>> mapped(int peer) const;
   const RmaRecord& of(int peer) const { return records_[peer]; }
+  rdma::Where where() const { return own_.where; }  // of this rank's memory
 
  private:
   struct Neighbour {

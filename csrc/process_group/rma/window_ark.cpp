@@ -1,7 +1,12 @@
 #include "process_group/rma/window_ark.hpp"
 
-#include <sstream>
+#include <c10/core/Event.h>
 
+#include <sstream>
+#include <thread>
+
+#include "dma/rdma/gpu_memory.hpp"
+#include "process_group/cuda/cuda_streams.hpp"
 #include "process_group/process_group_ark.hpp"
 #include "process_group/rma/shared_storage.hpp"
 #include "process_group/work.hpp"
@@ -10,17 +15,26 @@ namespace ark {
 
 namespace {
 
-constexpr const char* kCpu = "Use a CPU tensor; CUDA tensors go by collectives, or send and recv.";
+constexpr const char* kOtherwise = "Use a CPU tensor, or collectives, or send and recv.";
 
-void check_on_cpu(const CallSite& site, const at::Tensor& tensor) {
-  check_tensor(site, "tensor", tensor);
-  if (!tensor.is_cpu())
-    refuse(site, ErrorKind::invalid_argument,
-           "tensor is on " + tensor.device().str() + ", and windows of ark are of CPU tensors", kCpu);
+rdma::Where where_of(const at::Tensor& tensor) {
+  return tensor.is_cuda() ? rdma::Where::gpu : rdma::Where::host;
+}
+
+// The NIC reads what kernels have written: those that were issued on the current stream must have ended.
+void wait_for_stream(const CallSite& site, const OperationContext& context, c10::Device device) {
+  c10::Event issued(c10::DeviceType::CUDA);
+  issued.record(current_stream(device));
+  while (!issued.query()) {
+    if (Clock::now() >= context.deadline)
+      throw Error(ErrorKind::timeout, "the current stream did not finish within the timeout",
+                  ErrorContext{site.rank, -1, site.operation, context.sequence,
+                               "See what this rank's kernels wait for, or raise the timeout."});
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
 }
 
 RmaWindow::Memory offer_of(const CallSite& site, const at::Tensor& tensor, bool shared) {
-  check_on_cpu(site, tensor);
   if (!tensor.is_contiguous()) {
     std::ostringstream shape;
     shape << tensor.sizes() << ", strides " << tensor.strides();
@@ -28,6 +42,7 @@ RmaWindow::Memory offer_of(const CallSite& site, const at::Tensor& tensor, bool 
            "Register the tensor that it is a view of.");
   }
   RmaWindow::Memory memory;
+  memory.where = where_of(tensor);
   memory.segment = shared ? share_storage(site, tensor) : nullptr;
   memory.elements = static_cast<uint64_t>(tensor.numel());
   memory.item = static_cast<uint32_t>(tensor.element_size());
@@ -105,6 +120,33 @@ std::shared_ptr<RmaWindow> WindowArk::opened(const CallSite& site) const {
   return window_;
 }
 
+// Whether windows and puts can use this tensor's memory.
+void WindowArk::check_device(const CallSite& site, const at::Tensor& tensor) {
+  check_tensor(site, "tensor", tensor);
+  if (tensor.is_cpu()) return;
+  const std::string where = "tensor is on " + tensor.device().str();
+  if (!tensor.is_cuda())
+    refuse(site, ErrorKind::invalid_argument, where + ", and windows take CPU and CUDA tensors", kOtherwise);
+  if (!core_->rdma || core_->plan->own().size() > 1)
+    refuse(site, ErrorKind::invalid_argument,
+           where + ", and windows of CUDA tensors take RDMA and one rank of the group on each node", kOtherwise);
+  if (is_capturing(tensor.device()))
+    refuse(site, ErrorKind::invalid_argument, "a graph is being captured, and the NIC's work is no part of it",
+           "Call it before the capture begins.");
+  const int gpu = tensor.device().index();
+  {
+    const std::lock_guard lock(mutex_);
+    if (reached_gpus_.contains(gpu)) return;
+  }
+  for (int rail = 0; rail < core_->rdma->rails(); ++rail) {
+    const auto path = rdma::gpu_path(*core_->rdma->engine(rail)->device(), gpu);
+    if (!path.direct)
+      refuse(site, ErrorKind::system, where + ", and the NIC does not reach its memory: " + path.reason, kOtherwise);
+  }
+  const std::lock_guard lock(mutex_);
+  reached_gpus_.insert(gpu);
+}
+
 void WindowArk::tensor_register(const at::Tensor& tensor, bool owning) {
   with_torch_errors([&] {
     const CallSite here = site("tensor_register");
@@ -114,7 +156,10 @@ void WindowArk::tensor_register(const at::Tensor& tensor, bool owning) {
         refuse(here, ErrorKind::invalid_argument, "this window has a tensor",
                "Call tensor_deregister first, or make another window.");
     }
-    auto window = group_->open_window([&] { return offer_of(here, tensor, group_->shares_windows()); });
+    auto window = group_->open_window([&] {
+      check_device(here, tensor);
+      return offer_of(here, tensor, group_->shares_windows());
+    });
     const std::lock_guard lock(mutex_);
     window_ = std::move(window);
     if (owning) tensor_ = tensor;
@@ -178,7 +223,7 @@ c10::intrusive_ptr<c10d::Work> WindowArk::put(const at::Tensor& tensor, int64_t 
   return with_torch_errors([&] {
     const CallSite here = site("put");
     const auto window = opened(here);
-    check_on_cpu(here, tensor);
+    check_device(here, tensor);
     check_rank(here, "dst_rank", peer, core_->size);
     const auto there = static_cast<at::ScalarType>(window->of(static_cast<int>(peer)).type);
     if (tensor.scalar_type() != there)
@@ -190,8 +235,9 @@ c10::intrusive_ptr<c10d::Work> WindowArk::put(const at::Tensor& tensor, int64_t 
     const auto source = std::make_shared<Input>(tensor);
     RmaWindow::Transfer transfer;
     try {
+      if (tensor.is_cuda()) wait_for_stream(here, issue.context, tensor.device());
       transfer = window->put(issue.context, issue.peer, static_cast<uint32_t>(there), source->data(),
-                             static_cast<uint64_t>(tensor.numel()), offset, source);
+                             static_cast<uint64_t>(tensor.numel()), offset, source, where_of(tensor));
     } catch (const Error& error) {
       return issue.fail(error);
     }
@@ -242,6 +288,9 @@ at::Tensor WindowArk::map_remote_tensor(int64_t rank) {
       refuse(here, ErrorKind::invalid_argument,
              "rank " + std::to_string(rank) + " is of another node, whose memory cannot be mapped",
              "Write to it with put.");
+    if (window->where() == rdma::Where::gpu)
+      refuse(here, ErrorKind::invalid_argument, "this rank's window is GPU memory, which is the tensor itself",
+             "Use the tensor.");
     const auto options = at::TensorOptions().dtype(static_cast<at::ScalarType>(record.type));
     return at::from_blob(
         data, {static_cast<int64_t>(record.elements)}, [window, holds = holds](void*) {}, options);

@@ -8,6 +8,7 @@
 
 #include <memory>
 #include <mutex>
+#include <set>
 
 #include "collectives/rma/rma_window.hpp"
 #include "process_group/rma/window_interface.hpp"
@@ -36,6 +37,7 @@ class WindowArk final : public BaseWindow {
   struct Issue;
   CallSite site(const char* operation) const;
   std::shared_ptr<RmaWindow> opened(const CallSite& site) const;  // refuses where no tensor is registered
+  void check_device(const CallSite& site, const at::Tensor& tensor);
   Issue begin(const CallSite& site, const char* argument, int64_t peer, std::chrono::milliseconds timeout,
               const at::Tensor* tensor);
   static c10::intrusive_ptr<c10d::Work> follow_transfer(Issue issue, const std::shared_ptr<RmaWindow>& window,
@@ -45,7 +47,8 @@ class WindowArk final : public BaseWindow {
   const std::shared_ptr<GroupCore> core_;
   mutable std::mutex mutex_;  // of what follows
   std::shared_ptr<RmaWindow> window_;
-  at::Tensor tensor_;  // kept alive, where the window owns it
+  at::Tensor tensor_;           // kept alive, where the window owns it
+  std::set<int> reached_gpus_;  // whose memory the NICs were seen to reach
 };
 
 }  // namespace ark

@@ -52,7 +52,7 @@ void pinned(void* host, size_t bytes) {
   if (bytes == 0) {
     ranges.erase(reinterpret_cast<CUdeviceptr>(host));
   } else {
-    ranges[reinterpret_cast<CUdeviceptr>(host)] = {bytes, 0};
+    ranges[reinterpret_cast<CUdeviceptr>(host)] = {bytes, 0, ++buffers};
   }
 }
 
@@ -90,6 +90,10 @@ __attribute__((visibility("default"))) void pretend_lie(int how, int ways, int o
   const std::lock_guard lock(mutex);
   lie = {how, ways, only};
   if (how == 0) endless = false;
+}
+// Host memory that counts as a device's from here on.
+__attribute__((visibility("default"))) void pretend_memory(void* host, unsigned long bytes) {
+  pinned(host, bytes);
 }
 #define ARK_PRETENDED __attribute__((visibility("default"))) CUresult
 
@@ -177,7 +181,8 @@ ARK_PRETENDED cuPointerGetAttribute(void* value, CUpointer_attribute attribute, 
   if (attribute != CU_POINTER_ATTRIBUTE_BUFFER_ID) return CUDA_SUCCESS;
   const std::lock_guard lock(mutex);
   const Range* const range = range_of(pointer, 1);
-  if (range == nullptr && pointer < CUdeviceptr{1} << 40) return CUDA_ERROR_INVALID_VALUE;
+  const bool untouchable = pointer >> 40 == 1;  // as cuMemAlloc gives it
+  if (range == nullptr && !untouchable) return CUDA_ERROR_INVALID_VALUE;
   *static_cast<uint64_t*>(value) = range ? range->buffer : ~uint64_t{0};
   return *static_cast<uint64_t*>(value) != 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }

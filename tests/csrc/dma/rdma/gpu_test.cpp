@@ -135,12 +135,21 @@ TEST_F(GpuTest, AReceiverThatDoesNotComeIsNamedAtTheDeadline) {
   }
 }
 
-TEST_F(GpuTest, ADriverThatExportsNothingIsTheCallersError) {
+TEST_F(GpuTest, WhatIsNoGpuMemoryIsTheCallersError) {
   Group group(2);
   GpuTransfers sender(group.ranks[0], {}, {true, ""});
-  std::vector<std::byte> host(2 << 20);  // no GPU memory
-  EXPECT_THROW(sender.send(1, 4, host.data(), host.size(), soon()), Error);
-  EXPECT_THROW(group[0].send(1, 4, host.data(), 100, Where::gpu), Error);
+  std::vector<std::byte> host(2 << 20);
+  const auto refusal = [](const std::function<void()>& body) {
+    try {
+      body();
+    } catch (const Error& error) {
+      return std::string(error.what());
+    }
+    return std::string("nothing");
+  };
+  EXPECT_NE(refusal([&] { sender.send(1, 4, host.data(), host.size(), soon()); }).find("no GPU memory at this address"),
+            std::string::npos);
+  EXPECT_NE(refusal([&] { group[0].send(1, 4, host.data(), 100, Where::gpu); }).find("too small"), std::string::npos);
 }
 
 // A region may stay registered while idle, but only as long as its memory is the same allocation.
