@@ -37,8 +37,8 @@ def new_window(tensor: torch.Tensor | None = None, group: dist.ProcessGroup | No
     A wait that times out, or whose rank is lost, raises an error that names it and ends the group, as in a collective.
 
     Args:
-        tensor: a contiguous CPU tensor of PyTorch's own memory, or, where RDMA reaches GPU memory and each rank is alone
-            on its machine, a CUDA tensor; None: `tensor_register` follows.
+        tensor: a contiguous CPU tensor of PyTorch's own memory; where RDMA reaches GPU memory and each rank is alone on
+            its machine, also a CUDA tensor. None: `tensor_register` follows.
         group: the group; None: the default one.
 
     Returns:

@@ -19,7 +19,7 @@ def locked_memory() -> str:
     return "unlimited" if limit == resource.RLIM_INFINITY else f"{limit >> 10} KiB"
 
 
-def gpu_lines(options: object) -> list[str]:
+def gpu_lines(options: _C.RdmaOptions) -> list[str]:
     """Which NICs reach the memory of which GPU; empty without a CUDA device."""
     if not torch.cuda.is_available():
         return []
