@@ -1,7 +1,8 @@
-# The commands of this project; `make` alone lists them. Everything is set up on first use, in .venv.
+# The commands of this project; `make` alone lists them. The first use sets up everything in .venv.
 #
-# PyTorch 2.13.0 is pinned for development: the extension is built for one minor, the tests run bodies of PyTorch's
-# own suite, and figures are compared between runs. Users may have any supported minor (ark_torch/_support.py).
+# PyTorch 2.13.0 is pinned for development, because the extension is built for one minor version, the tests run bodies
+# of PyTorch's own suite, and figures are compared between runs. Users may have any supported minor
+# (ark_torch/_support.py).
 TORCH := torch==2.13.0
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -10,8 +11,8 @@ STAMP := $(VENV)/.ark-setup
 PYTEST := $(PY) -m pytest
 PIP := $(PY) -m pip install -q --disable-pip-version-check
 
-# Debian's names: C++ compiler, CPython's headers and venv, CMake and GoogleTest for the C++ tests. ccache and Ninja
-# make rebuilds quick; iproute2 makes the network namespaces of one test.
+# Debian package names: C++ compiler, CPython's headers and venv, CMake and GoogleTest for the C++ tests. ccache and
+# Ninja speed up rebuilds; iproute2 creates the network namespaces of one test.
 SYSTEM_PACKAGES := g++ make python3-dev python3-venv cmake ninja-build libgtest-dev ccache iproute2
 
 SOURCES := $(shell find csrc ark_torch/kernels -name '*.cpp' -o -name '*.hpp' -o -name '*.cuh')
@@ -47,7 +48,7 @@ $(STAMP): pyproject.toml requirements/dev.txt setup.py Makefile ark_torch/_versi
 	@$(PIP) --no-build-isolation --no-deps -e .
 	@touch $(BUILT) $@
 
-# The extension, when a source is newer. setup.py decides file by file what to compile.
+# Builds the extension if a source is newer. setup.py decides file by file what to compile.
 build: $(BUILT)
 
 $(BUILT): $(SOURCES) | $(STAMP)
@@ -58,7 +59,8 @@ $(BUILT): $(SOURCES) | $(STAMP)
 demo: setup ## trains a small GPT on two processes over ark and over Gloo, and compares
 	$(PY) examples/train_gpt.py --output demo-output
 
-# Tests that share the cores first, then those that must not (tests/conftest.py says which; 5: none is among them).
+# Runs tests that share the cores first, then those that must run alone (tests/conftest.py). pytest's exit code 5 means
+# that there are none.
 JOBS ?= $(shell nproc)
 define python_tests
 $(PYTEST) -n $(JOBS) --dist loadgroup -m "$(1)not alone" $(2)
@@ -71,12 +73,12 @@ test: setup test-cpp-gate ## the tests of every change (ten minutes on two cores
 test-quick: setup ## the fast tests, none of which is `alone` (two minutes)
 	$(PYTEST) -n $(JOBS) --dist loadgroup -m quick
 
-# A shard takes up to 25 minutes on two cores; the first of several has the C++ tests, too.
+# A shard takes up to 25 minutes on two cores. The first of several includes the C++ tests.
 SHARD ?= 1/1
 test-nightly: setup $(if $(filter 1/%,$(SHARD)),test-cpp) ## every test, long and short; SHARD=2/6: every sixth, from the second on
 	$(call python_tests,,--night --shard $(SHARD))
 
-# A test of these fails where it cannot run. Without a GPU nothing is collected, and that fails too.
+# These tests fail where they cannot run. Without a GPU nothing is collected, which fails, too.
 test-gpu: setup ## the tests on GPUs; SHARD=2/3: every third, from the second on; ARK_TEST_RANKS=2: ranks share one
 	NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 $(PYTEST) --night --shard $(SHARD) tests/gpu
 
@@ -109,15 +111,16 @@ test-kernels: setup ## every instantiation of every CUDA kernel for six architec
 test-cpp test-cpp-plain test-cpp-thread test-cpp-address: export ARK_TEST_NIGHT := 1
 test-cpp: test-cpp-plain test-cpp-thread test-cpp-address ## C++ tests: the library as built alone, ThreadSanitizer, Address and UB Sanitizer
 
-# Links what setup.py has compiled already, and compiles the tests folder by folder. The longest are for the night, and
-# of the random cases most are (tests/csrc/support/night.hpp).
+# Links what setup.py has already compiled, and compiles the tests folder by folder. The longest tests run at night, and
+# so do most random cases (tests/csrc/support/night.hpp).
 test-cpp-gate: CTEST_FLAGS := -E "(RandomOperations|AllKindsInMany).*/[4-8](Plain|Registered)|AThousandGroups|KilledAtAnyTime|CostsTest.(Damage|OfEach|Equal|Plausible)|AttentionTest.WorkersDo"
 test-cpp-gate: setup
 	@export ARK_TEST_CXX="$$(PYTHONPATH=tests $(PY) -m support.precompiled)"; \
 	$(call cpp_tests,gate,-DARK_CORE_ARCHIVE="$$(ls -t $(CURDIR)/build/objects-*/libark_core.a | head -n 1)" -DARK_WITH_TORCH=OFF $(UNITY))
 	@$(call cpp_tests,thread,-DARK_SANITIZE=thread -DARK_WITH_TORCH=OFF $(UNITY))
 
-# Every file by itself, so that none comes to lean on another's includes; with libark_torch, and a program that uses it.
+# Compiles each file separately, so that none depends on another's includes, with libark_torch and a program that uses
+# it.
 test-cpp-plain: setup
 	@$(call cpp_tests,plain,-DCMAKE_PREFIX_PATH="$$($(PY) -c 'import torch; print(torch.utils.cmake_prefix_path)')")
 	@ln -sf build/cpp-plain/compile_commands.json compile_commands.json

@@ -1,9 +1,9 @@
-"""Builds the one extension, ark_torch._C, against the PyTorch that is installed here.
+"""Builds the extension ark_torch._C against the installed PyTorch.
 
-Everything static is in pyproject.toml. This file adds what depends on the machine: the extension (csrc/**/*.cpp,
-no CUDA library, no -march=native: one wheel serves every x86-64 machine), the requirement on the very minor of
-PyTorch that it was built against, and ark_torch/_build_info.py, which records that version for the check at import.
-Source distributions are made without PyTorch.
+pyproject.toml has everything static. This file adds what depends on the machine: the extension (csrc/**/*.cpp, no CUDA
+library, no -march=native: one wheel serves every x86-64 machine), the requirement on the minor version of PyTorch that
+it was built against, and ark_torch/_build_info.py, which records that version for the check at import. Source
+distributions are built without PyTorch.
 """
 
 import glob
@@ -17,9 +17,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-# Importing torch must not load installed backends, least of all an older ark_torch.
+# Importing torch must not load installed backends, especially not an older ark_torch.
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-# The Ninja beside this Python, also where its environment is not activated: another version would start over.
+# Uses the Ninja next to this Python even if its environment is not activated, because another version would rebuild
+# all.
 if os.path.exists(os.path.join(os.path.dirname(sys.executable), "ninja")):
     os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
 
@@ -27,6 +28,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+THIRD_PARTY = ROOT / "third_party"
 os.chdir(ROOT)
 SUPPORT = runpy.run_path(str(ROOT / "ark_torch" / "_support.py"))
 
@@ -39,7 +41,7 @@ except ImportError as error:
 
 
 class NeedsTorch(build_ext):
-    """Stands in for the build when there is no PyTorch: an sdist can be made, anything else says what to install."""
+    """Replaces the build if there is no PyTorch: an sdist still works, anything else reports what to install."""
 
     def run(self) -> None:
         raise SystemExit(WHY_NOT)
@@ -47,18 +49,18 @@ class NeedsTorch(build_ext):
 
 def make_build_command() -> type:
     class Build(cpp_extension.BuildExtension):
-        """Adds a kept object folder, ccache, and the record of the PyTorch built against."""
+        """Adds a persistent object folder, ccache, and the record of the PyTorch built against."""
 
         def finalize_options(self) -> None:
             super().finalize_options()
-            # One object folder for every way to build (wheel, editable, in place), so that after touching one file
-            # only that file is compiled; named after the exact PyTorch and Python, whose headers differ.
+            # One object folder for all kinds of builds (wheel, editable, in place), so that a change of one file
+            # compiles only that file. Its name has the exact PyTorch and Python, whose headers differ.
             tag = f"torch{torch.__version__}-{sys.implementation.cache_tag}"
             self.build_temp = str(ROOT / "build" / f"objects-{tag}")
 
         def build_extensions(self) -> None:
             use_ccache(Path(self.build_temp))
-            os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))  # of each part
+            os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))  # per part
             super().build_extensions()
             text = f'"""Written by setup.py."""\n\nTORCH_VERSION = "{torch.__version__}"\n'
             self.build_info = Path(self.get_ext_fullpath("ark_torch._C")).parent / "_build_info.py"
@@ -68,10 +70,12 @@ def make_build_command() -> type:
             compile_sources = self.compiler.compile
 
             def compile_in_parts(sources: list, output_dir: str, extra_postargs: list, **rest: object) -> list:
-                """What knows no torch while PyTorch's headers are precompiled; the rest on top of those."""
+                """Compiles files that do not use torch while PyTorch's headers are precompiled, then the rest with
+                those.
+                """
 
                 def compile_part(part: list, name: str, *flags: str) -> list:
-                    folder = os.path.join(output_dir, name)  # Ninja keeps one record a folder
+                    folder = os.path.join(output_dir, name)  # Ninja keeps one record per folder
                     return compile_sources(
                         in_units(part, Path(folder)),
                         output_dir=folder,
@@ -82,13 +86,16 @@ def make_build_command() -> type:
                 folders = [*rest.get("include_dirs", ()), *self.compiler.include_dirs]
                 flags = [*self.compiler.compiler_so[1:], *(f"-I{folder}" for folder in folders), *extra_postargs]
                 torch_headers = PrecompiledHeaders(Path(output_dir) / "torch-headers.hpp", TORCH_HEADERS, flags)
-                headers = PrecompiledHeaders(Path(output_dir) / "standard-headers.hpp", STANDARD_HEADERS, flags)
+                # Not for what knows torch, whose headers bring a {fmt} of another version.
+                third_party = f"-I{THIRD_PARTY}"
+                standard = Path(output_dir) / "standard-headers.hpp"
+                headers = PrecompiledHeaders(standard, STANDARD_HEADERS, [*flags, third_party])
                 group = [source for source in sources if source.startswith(KNOW_TORCH)]
                 planner = [source for source in sources if source.startswith(PLANNER) and source not in group]
                 core = [source for source in sources if source not in {*group, *planner, *BINDINGS}]
 
                 def compile_core() -> list:
-                    on_headers = headers.wait()
+                    on_headers = [third_party, *headers.wait()]
                     objects = compile_part(core, "core", *on_headers)
                     objects += compile_part(planner, "planner", "-O1", *on_headers)
                     keep_archive(objects, Path(output_dir) / "libark_core.a")
@@ -97,7 +104,7 @@ def make_build_command() -> type:
                 with ThreadPoolExecutor() as beside:
                     core_objects = beside.submit(compile_core)
                     on_headers = torch_headers.wait()
-                    # Linked last: of the inline functions that several units compile, the others' copy is taken.
+                    # Linked last: of inline functions in several units, the linker keeps the others' copies.
                     bindings = beside.submit(compile_part, BINDINGS, "bindings", "-Og", *on_headers)
                     objects = compile_part(group, "process_group", *on_headers)
                     return core_objects.result() + objects + bindings.result()
@@ -116,29 +123,29 @@ def make_build_command() -> type:
     return Build
 
 
-# What no collective passes through: -O1 takes two thirds of the time to compile, and of the bindings -Og less.
+# Not on the path of any collective: -O1 takes two thirds of the compile time, and -Og less for the bindings.
 BINDINGS = ["csrc/bindings.cpp", "csrc/bindings_plan.cpp"]
 KNOW_TORCH = ("csrc/process_group/", "csrc/compiler/region/", "csrc/ops/")
 PLANNER = ("csrc/compiler/", "csrc/jit/")
 
-# What many files use is compiled again in each translation unit: PyTorch's templates, 4 s, and the C++ library's.
+# Each translation unit compiles shared templates again: PyTorch's take 4 s, plus the C++ library's.
 LINES_A_UNIT = 1600
 
 
 def in_units(sources: list, folder: Path) -> list:
-    """Files of one folder put together: half the time in all, and yet a unit is compiled in seconds.
+    """Combines files of one folder into units: half the total time, and a unit still compiles in seconds.
 
-    CMake compiles every file by itself, so none comes to lean on another's includes.
+    CMake compiles every file separately, so that none depends on another's includes.
     """
     units: list = []
     for _, together in itertools.groupby(sorted(sources, key=os.path.dirname), os.path.dirname):
         texts = {source: Path(source).read_text() for source in together}
-        alone = [source for source, text in texts.items() if "#define ARK_REDUCE_ISA" in text]  # for its own processors
+        alone = [source for source, text in texts.items() if "#define ARK_REDUCE_ISA" in text]  # by instruction set
         units.extend([source] for source in alone)
         lengths = {source: text.count("\n") for source, text in texts.items() if source not in alone}
         all_lines = sum(lengths.values())
         count = -(-all_lines // LINES_A_UNIT)
-        begun: list = [[] for _ in range(count)]  # of about the same length
+        begun: list = [[] for _ in range(count)]  # of about equal length
         before = 0
         for source, length in lengths.items():
             begun[(before + length // 2) * count // all_lines].append(source)
@@ -148,7 +155,7 @@ def in_units(sources: list, folder: Path) -> list:
 
 
 def keep_archive(objects: list, archive: Path) -> None:
-    """What knows no torch, for the C++ tests: they link the code that the extension runs (ARK_CORE_ARCHIVE)."""
+    """Archives what does not use torch for the C++ tests, which link the extension's own code (ARK_CORE_ARCHIVE)."""
     archive.unlink(missing_ok=True)
     subprocess.run([*shlex.split(os.environ.get("AR", "ar")), "crs", str(archive), *objects], check=True)
 
@@ -166,14 +173,14 @@ def unit_of(files: list, folder: Path) -> str:
 TORCH_HEADERS = ("torch/csrc/distributed/c10d/Backend.hpp", "torch/csrc/distributed/c10d/Store.hpp")
 STANDARD_HEADERS = (
     *("algorithm", "atomic", "chrono", "cstdint", "cstring", "fstream", "functional", "map", "memory", "mutex"),
-    *("optional", "set", "span", "sstream", "string", "thread", "utility", "variant", "vector"),
+    *("optional", "set", "span", "sstream", "string", "thread", "utility", "variant", "vector", "fmt/base.h"),
 )
 
 
 class PrecompiledHeaders:
-    """Compiled beside other work (GCC only; other compilers read them in each file).
+    """Precompiles headers beside other work (GCC only; other compilers read them in each file).
 
-    GCC ignores the result and reads the headers themselves when flags or version do not fit, so this cannot do harm.
+    If flags or version do not match, GCC ignores the result and reads the headers, so this is always safe.
     """
 
     def __init__(self, header: Path, names: tuple, flags: list) -> None:
@@ -184,8 +191,9 @@ class PrecompiledHeaders:
         if not self.works:
             return
         text = "".join(f"#include <{name}>\n" for name in names)
-        # ccache takes this text for the result's contents, and must be told that it may.
-        identity = "\n".join([torch.__version__, version.strip().splitlines()[-1], *flags, text])
+        # ccache identifies the result by this text instead of its content, which it must be told to do.
+        vendored = [path.read_text() for name in names if (path := THIRD_PARTY / name).exists()]
+        identity = "\n".join([torch.__version__, version.strip().splitlines()[-1], *flags, text, *vendored])
         identity = identity.replace(str(ROOT), ".")
         self.identity, self.identity_file = identity, Path(f"{self.result}.sum")
         os.environ.setdefault("CCACHE_SLOPPINESS", "pch_defines,time_macros")
@@ -199,7 +207,7 @@ class PrecompiledHeaders:
         self.process = subprocess.Popen(command, env={**os.environ, "CCACHE_DISABLE": "1"})
 
     def wait(self) -> list:
-        """The flags that use the headers; none when they could not be compiled."""
+        """Returns the flags that use the headers, or none if they could not be compiled."""
         if self.process is not None:
             self.works = self.process.wait() == 0
             if self.works:
@@ -208,14 +216,14 @@ class PrecompiledHeaders:
 
 
 def use_ccache(folder: Path) -> None:
-    """Compile through ccache where it is installed; newer PyTorch does so by itself."""
-    # What one clone has compiled serves another, and the build of an sdist.
+    """Compiles through ccache if it is installed. Newer PyTorch does so by itself."""
+    # Lets clones and builds of an sdist share compiled objects.
     os.environ.setdefault("CCACHE_BASEDIR", str(ROOT))
     ccache = shutil.which("ccache")
     if ccache is None or "CXX" in os.environ or hasattr(cpp_extension, "_wrap_compiler"):
         return
     folder.mkdir(parents=True, exist_ok=True)
-    wrapper = folder / "c++"  # ccache called under a compiler's name finds that compiler in PATH
+    wrapper = folder / "c++"  # called under a compiler's name, ccache finds that compiler in PATH
     if not wrapper.is_symlink():
         wrapper.symlink_to(ccache)
     os.environ["CXX"] = str(wrapper)
@@ -237,8 +245,9 @@ def make_extension() -> Extension:
             "-Wall",
             "-Wno-maybe-uninitialized",
         ],
-        # Some Pythons (those built to run anywhere) hand the linker -static-libstdc++. A second copy of the C++ library
-        # beside PyTorch's crashes at the first stream; the shared one, named first, leaves nothing to take from it.
+        # Some Pythons (those built to run anywhere) pass -static-libstdc++ to the linker. A second copy of the C++
+        # library next to PyTorch's crashes at the first stream. With the shared one named first, the linker takes
+        # nothing from the static one.
         extra_link_args=["-Wl,--as-needed", "-Wl,-l:libstdc++.so.6"],
     )
 
@@ -246,7 +255,7 @@ def make_extension() -> Extension:
 def options() -> dict:
     if torch is None:
         return {
-            "ext_modules": [Extension("ark_torch._C", [])],  # the wheel is not a pure one, whoever asks
+            "ext_modules": [Extension("ark_torch._C", [])],  # so that the wheel is never a pure one
             "cmdclass": {"build_ext": NeedsTorch},
             "install_requires": [f"torch>={SUPPORT['SUPPORTED_MINORS'][0]}"],
         }

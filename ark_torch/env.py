@@ -12,7 +12,7 @@ import logging
 import os
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ark_torch import _suggest
@@ -108,50 +108,57 @@ def _may_be_folder(path: str) -> bool:
     return os.path.isdir(path)
 
 
-VARIABLES = (
-    Variable(
+def _variable(*of: Any, **limits: Any) -> Any:
+    return field(metadata={"variable": Variable(*of, **limits)})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The values in force, one field per variable (ARK_SPIN_US -> spin_us)."""
+
+    disable: bool = _variable(
         "ARK_DISABLE",
         "bool",
         False,
         'Hand every new "ark" group to PyTorch\'s own Gloo (CPU) or NCCL (CUDA): the first thing to try in trouble.',
-    ),
-    Variable(
+    )
+    debug: bool = _variable(
         "ARK_DEBUG",
         "bool",
         False,
         "Compare operation, sizes, dtype, reduce operation and root between the ranks before every collective "
         "(TORCH_DISTRIBUTED_DEBUG=DETAIL does so too).",
-    ),
-    Variable(
+    )
+    shared_memory: str = _variable(
         "ARK_SHARED_MEMORY",
         "choice",
         "auto",
         "auto: found out for each group. off: as if no rank shared memory with another, so Gloo carries the group. "
         "on: ranks that share no memory are an error.",
         choices=("auto", "on", "off"),
-    ),
-    Variable(
+    )
+    flight_record: int = _variable(
         "ARK_FLIGHT_RECORD",
         "int",
         2048,
         "How many of the last operations the flight record keeps; 0: none.",
         minimum=0,
         maximum=1 << 20,
-    ),
-    Variable(
+    )
+    flight_dump: str = _variable(
         "ARK_FLIGHT_DUMP",
         "prefix",
         "",
         "Where a failure writes the flight record: this text, then the rank and .json. Unset: nothing is written.",
-    ),
-    Variable(
+    )
+    timing: bool = _variable(
         "ARK_TIMING",
         "bool",
         False,
         "Operations on CUDA tensors take the device's times: their durations are in the flight record and in works. "
         "Costs about a microsecond each.",
-    ),
-    Variable(
+    )
+    node: int | str = _variable(
         "ARK_NODE",
         "int_or_auto",
         "auto",
@@ -159,31 +166,31 @@ VARIABLES = (
         "another. For trying out on one machine what groups over several do; auto: where the rank runs.",
         minimum=0,
         maximum=1_000_000,
-    ),
-    Variable(
+    )
+    net: str = _variable(
         "ARK_NET",
         "choice",
         "auto",
         "What carries groups between nodes. auto: RDMA where every rank has a device for it, else PyTorch's Gloo; the "
         "log says which and why. rdma: where it cannot be, that is an error. gloo: no RDMA. All ranks alike.",
         choices=("auto", "rdma", "gloo"),
-    ),
-    Variable(
+    )
+    rdma_device: str = _variable(
         "ARK_RDMA_DEVICE",
         "names",
         "",
         "The RDMA device (`rdma link`, `ibv_devices` list them). Several, or all: large messages go along all of them, "
         "small ones by the first. Unset: the first with an active port.",
-    ),
-    Variable(
+    )
+    rdma_port: int | str = _variable(
         "ARK_RDMA_PORT",
         "int_or_auto",
         "auto",
         "The device's port, from 1; auto: the first that is active.",
         minimum=1,
         maximum=255,
-    ),
-    Variable(
+    )
+    rdma_gid_index: int | str = _variable(
         "ARK_RDMA_GID_INDEX",
         "int_or_auto",
         "auto",
@@ -191,39 +198,39 @@ VARIABLES = (
         "what comes nearest.",
         minimum=0,
         maximum=255,
-    ),
-    Variable(
+    )
+    rdma_mtu: str = _variable(
         "ARK_RDMA_MTU",
         "choice",
         "auto",
         "Bytes of an RDMA packet; auto: the least that any rank's port has.",
         choices=("auto", "256", "512", "1024", "2048", "4096"),
-    ),
-    Variable(
+    )
+    rdma_traffic_class: int = _variable(
         "ARK_RDMA_TRAFFIC_CLASS",
         "int",
         0,
         "The traffic class of RoCE's packets: four times the DSCP that the network's lossless class has.",
         minimum=0,
         maximum=255,
-    ),
-    Variable(
+    )
+    rdma_service_level: int = _variable(
         "ARK_RDMA_SERVICE_LEVEL",
         "int",
         0,
         "InfiniBand's service level; of RoCE the priority.",
         minimum=0,
         maximum=15,
-    ),
-    Variable(
+    )
+    rdma_pkey_index: int = _variable(
         "ARK_RDMA_PKEY_INDEX",
         "int",
         0,
         "Which entry of the port's table of partition keys.",
         minimum=0,
         maximum=65535,
-    ),
-    Variable(
+    )
+    rdma_timeout: int = _variable(
         "ARK_RDMA_TIMEOUT",
         "int",
         18,
@@ -231,16 +238,16 @@ VARIABLES = (
         "times that; 0: never.",
         minimum=0,
         maximum=31,
-    ),
-    Variable(
+    )
+    rdma_retry_count: int = _variable(
         "ARK_RDMA_RETRY_COUNT",
         "int",
         6,
         "How often, before the peer counts as lost and the group fails (soft-RoCE takes 7 for ever).",
         minimum=0,
         maximum=7,
-    ),
-    Variable(
+    )
+    rdma_rnr_retry: int = _variable(
         "ARK_RDMA_RNR_RETRY",
         "int",
         7,
@@ -248,8 +255,8 @@ VARIABLES = (
         "ever.",
         minimum=0,
         maximum=7,
-    ),
-    Variable(
+    )
+    rdma_cache_mb: int = _variable(
         "ARK_RDMA_CACHE_MB",
         "int",
         0,
@@ -257,14 +264,14 @@ VARIABLES = (
         "that give no memory back to the system (docs/rdma.md); 0: none.",
         minimum=0,
         maximum=1 << 20,
-    ),
-    Variable(
+    )
+    rdma_library: str = _variable(
         "ARK_RDMA_LIBRARY",
         "path",
         "",
         "The libibverbs that is opened. Unset: the system's libibverbs.so.1.",
-    ),
-    Variable(
+    )
+    spin_us: int | str = _variable(
         "ARK_SPIN_US",
         "int_or_auto",
         "auto",
@@ -272,14 +279,14 @@ VARIABLES = (
         "than cores.",
         minimum=0,
         maximum=1_000_000,
-    ),
-    Variable(
+    )
+    dispatch: str = _variable(
         "ARK_DISPATCH",
         "path",
         "",
         "A dispatch table (JSON, written by the autotune) in place of the built-in one.",
-    ),
-    Variable(
+    )
+    buffer_mb: int = _variable(
         "ARK_BUFFER_MB",
         "int",
         512,
@@ -287,24 +294,24 @@ VARIABLES = (
         "less they go in smaller pieces, with 0 not by copy engines.",
         minimum=0,
         maximum=1 << 20,
-    ),
-    Variable(
+    )
+    reduction: str = _variable(
         "ARK_REDUCTION",
         "choice",
         "exact",
         "exact: sums are added in rank order and rounded once, the same bits whatever carries them. fast: sums of CUDA "
         "tensors go the fastest way that was measured, NCCL's included, which adds in other orders.",
         choices=("exact", "fast"),
-    ),
-    Variable(
+    )
+    order: str = _variable(
         "ARK_ORDER",
         "choice",
         "node",
         "node: sums over several nodes are taken within each node, then between nodes, which sends the fewest bytes. "
         "flat: in the order of all ranks, the same bits as on one node whatever the placement, for more bytes.",
         choices=("node", "flat"),
-    ),
-    Variable(
+    )
+    share_gpu: bool = _variable(
         "ARK_SHARE_GPU",
         "bool",
         False,
@@ -312,8 +319,8 @@ VARIABLES = (
         "time in turn, which is slow; under NVIDIA's MPS (`nvidia-cuda-mps-control -d`) they run at once: "
         "collectives by few blocks, loop kernels on their part of the multiprocessors each. Groups with options of "
         "their own follow it, too. Without it such ranks are an error.",
-    ),
-    Variable(
+    )
+    disable_p2p: str = _variable(
         "ARK_DISABLE_P2P",
         "choice",
         "auto",
@@ -323,15 +330,15 @@ VARIABLES = (
         "is faster with. 0: where the driver says so, untested; else PyTorch's NCCL carries the group. 1: never; "
         "memory of the host carries all. Rank 0's counts. docs/collectives.md says what is faster.",
         choices=("auto", "0", "1"),
-    ),
-    Variable(
+    )
+    cache: str = _variable(
         "ARK_CACHE",
         "folder",
         "",
         "Where compiled kernels are kept, and what was chosen. It must be yours and not writable by others, or nothing "
         "is kept. Unset: ark_torch/kernels in XDG_CACHE_HOME or ~/.cache.",
-    ),
-    Variable(
+    )
+    costs: str = _variable(
         "ARK_COSTS",
         "choice",
         "measured",
@@ -339,37 +346,37 @@ VARIABLES = (
         "the first compilation and kept in the cache folder. assumed: the same figures everywhere, so that plans, and "
         "a cache that was filled elsewhere, do not depend on the machine.",
         choices=("measured", "assumed"),
-    ),
-    Variable(
+    )
+    trace: str = _variable(
         "ARK_TRACE",
         "prefix",
         "",
         "A file for the timeline of compiled regions: each task and each wait of every worker, for Perfetto. Where "
         "there are several ranks, each writes a file with its rank in the name. Unset: nothing is measured.",
-    ),
-    Variable(
+    )
+    trace_mb: int = _variable(
         "ARK_TRACE_MB",
         "int",
         64,
         "How many MiB the timeline's file may take; steps after that are not in it.",
         minimum=1,
         maximum=1 << 14,
-    ),
-    Variable(
+    )
+    dump_passes: str = _variable(
         "ARK_DUMP_PASSES",
         "folder",
         "",
         "Where the compiler writes what each of its passes leaves of each region, and checks it: for whoever works on "
         "a pass. Unset: neither.",
-    ),
-    Variable(
+    )
+    nvrtc: str = _variable(
         "ARK_NVRTC",
         "path",
         "",
         "The NVRTC library (libnvrtc.so.12 or .13) that compiles CUDA kernels. Unset: the one of PyTorch's wheels, "
         "then CUDA_HOME's, then the system's.",
-    ),
-    Variable(
+    )
+    optimise: int = _variable(
         "ARK_OPTIMISE",
         "int",
         3,
@@ -377,56 +384,17 @@ VARIABLES = (
         "for the CPU (its -O): 1 compiles in half the time and runs slower.",
         minimum=0,
         maximum=3,
-    ),
-    Variable(
+    )
+    cxx: str = _variable(
         "CXX",
         "command",
         "",
         "The C++ compiler (C++20) of torch.compile's CPU kernels, as build tools take it: `ccache g++` too. Unset: "
         "c++, g++ or clang++ in PATH.",
-    ),
-)
+    )
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The values in force, one field per variable (ARK_SPIN_US -> spin_us)."""
-
-    disable: bool
-    debug: bool
-    shared_memory: str
-    flight_record: int
-    flight_dump: str
-    timing: bool
-    node: int | str
-    net: str
-    rdma_device: str
-    rdma_port: int | str
-    rdma_gid_index: int | str
-    rdma_mtu: str
-    rdma_traffic_class: int
-    rdma_service_level: int
-    rdma_pkey_index: int
-    rdma_timeout: int
-    rdma_retry_count: int
-    rdma_rnr_retry: int
-    rdma_cache_mb: int
-    rdma_library: str
-    spin_us: int | str
-    dispatch: str
-    buffer_mb: int
-    reduction: str
-    order: str
-    share_gpu: bool
-    disable_p2p: str
-    cache: str
-    costs: str
-    trace: str
-    trace_mb: int
-    dump_passes: str
-    nvrtc: str
-    optimise: int
-    cxx: str
+VARIABLES: tuple[Variable, ...] = tuple(one.metadata["variable"] for one in fields(Settings))
 
 
 def read(environ: Mapping[str, str] | None = None) -> Settings:

@@ -1,18 +1,18 @@
-"""Cache policies of loop kernels, against each other: torch.compile(backend="ark", options={"cache": ...}).
+"""Compares the cache policies of loop kernels: torch.compile(backend="ark", options={"cache": ...}).
 
-    python benchmarks/cache_policy.py                         one GPU: all applications (cache_policy_apps.py)
-    python benchmarks/cache_policy.py --only bert-large dlrm  some of them; the JSON keeps what else it has
-    python benchmarks/cache_policy.py --again                 also what the JSON has from such a machine already
-    python benchmarks/cache_policy.py --variants              also what the cost model's constants would choose
-    python benchmarks/cache_policy.py --ncu "llama-1b decode" second-level cache's hit rates of one, by Nsight Compute
-    python benchmarks/cache_policy.py --device cpu            small models on the CPU
-    python benchmarks/cache_policy.py --plot                  measures nothing: table and picture from the JSON
+    python benchmarks/cache_policy.py                          one GPU: all applications (cache_policy_apps.py)
+    python benchmarks/cache_policy.py --only bert-large dlrm   only these; the JSON keeps its other rows
+    python benchmarks/cache_policy.py --again                  also those that the JSON has from this kind of machine
+    python benchmarks/cache_policy.py --variants               also what other constants of the cost model would choose
+    python benchmarks/cache_policy.py --ncu "llama-1b decode"  L2 hit rates of one application, by Nsight Compute
+    python benchmarks/cache_policy.py --device cpu             small models on the CPU
+    python benchmarks/cache_policy.py --plot                   measures nothing: table and picture from the JSON
 
-On a GPU kernels are compiled first, by a process for each application and policy, several at once, which leave them in
-the cache folder, so that nothing compiles while times are taken. Then each application, captured and lowered once, runs
-under all policies in one process, on the same weights and inputs, taking turns of a few replays of a CUDA graph, so
-that what changes on the machine hits all alike; the results must have the same bits. `ratio` is the time with
-cache="none" over the time with the policy.
+On a GPU, one process per application and policy first compiles the kernels into the cache folder, several at once, so
+that nothing compiles during timing. Then each application is captured and lowered once, and runs under all policies in
+one process with the same weights and inputs. The policies take turns of a few replays of a CUDA graph, so that drift of
+the machine affects all equally. Their results must be bit-identical. `ratio` is the time with cache="none" over the
+time with the policy.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ark_torch.tools.bench import report as bench
 
 FOLDER = Path(__file__).resolve().parent
 POLICIES = ("auto", "none", "all-first", "all-last")
-# What CacheCosts (csrc/compiler/schedule/plan.hpp) would say, one constant each.
+# Variants of CacheCosts (csrc/compiler/schedule/plan.hpp), each with one constant changed.
 VARIANTS: dict[str, dict[str, Any]] = {
     "auto, 10 MB kept": {"kept_bytes": 10 << 20},
     "auto, 25 MB kept": {"kept_bytes": 25 << 20},
@@ -51,7 +51,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "auto, states first": {"states_first": True},
     "auto, reused last": {"reused_last": True},
 }
-COMPILE_SECONDS = 240  # of a process, at most
+COMPILE_SECONDS = 240  # per process, at most
 METRICS = "lts__t_sector_hit_rate.pct,dram__bytes_read.sum,dram__bytes_write.sum,gpu__time_duration.sum"
 Row = dict[str, Any]
 
@@ -78,7 +78,7 @@ def ways(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 class Alternatives:
-    """Regions of the same piece of a graph, one a policy; `under` says which of them runs."""
+    """Regions compiled from the same part of a graph, one per policy. `under` selects the one that runs."""
 
     under = POLICIES[0]
 
@@ -90,7 +90,7 @@ class Alternatives:
 
 
 class Calls:
-    """An application under each policy: one graph, whose regions are made for all of them."""
+    """An application under every policy: one graph, with one region per policy."""
 
     def __init__(self, name: str, arguments: argparse.Namespace, under: tuple[str, ...]) -> None:
         self.device = torch.device(arguments.device)
@@ -133,7 +133,7 @@ class Calls:
         return step
 
     def policies(self, way: str) -> dict[str, int]:
-        """How many accesses have which."""
+        """Returns how many accesses use each policy."""
         plans = [json.loads(one.regions[way].json()) for one in self.alternatives]
         stages = [stage for plan in plans for stage in plan["stages"]]
         return dict(Counter(access["cache"] for stage in stages for access in stage["accesses"]))
@@ -166,7 +166,7 @@ def measured(name: str, arguments: argparse.Namespace) -> Row:
 
 
 def compile_all(names: list[str], arguments: argparse.Namespace) -> None:
-    """Leaves the kernels in the cache folder: a process for each application and policy, several at once."""
+    """Compiles the kernels into the cache folder, with a process for each application and policy, several at once."""
 
     def one(name: str, way: str) -> None:
         command = [sys.executable, str(FOLDER / "cache_policy.py"), "--device", arguments.device]
@@ -183,7 +183,7 @@ def compile_all(names: list[str], arguments: argparse.Namespace) -> None:
 
 
 def kept_rows(arguments: argparse.Namespace, about: Row) -> list[Row]:
-    """What the JSON has of the same policies, processor or GPU, and versions; other rows are not to be mixed with."""
+    """Returns the JSON's rows of the same policies, device and versions. Other rows must not be mixed with new ones."""
     if arguments.again or not arguments.output.exists():
         return []
     before = json.loads(arguments.output.read_text(encoding="utf-8"))
@@ -196,7 +196,9 @@ def kept_rows(arguments: argparse.Namespace, about: Row) -> list[Row]:
 
 
 def summary(rows: list[Row]) -> Row:
-    """Geometric means of the ratios, and how far auto is from the best static policy of each application."""
+    """Returns the geometric mean of each policy's ratios, and how far auto is from each application's best static
+    policy.
+    """
     if not rows:
         return {}
     names = rows[0]["ratio"]
@@ -230,7 +232,7 @@ def table(about: Row) -> str:
 
 
 def draw(about: Row, path: Path) -> str:
-    """Each application's ratios side by side; why not, where that is so."""
+    """Draws the ratios of each application side by side. Returns the reason if there is no picture."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -256,7 +258,7 @@ def draw(about: Row, path: Path) -> str:
 
 
 def under_ncu(arguments: argparse.Namespace) -> int:
-    """Hit rates of the loop kernel's launches of one application, a process a policy; added to the JSON's row."""
+    """Measures one application's hit rates with ncu, one process per policy, and adds them to the JSON's row."""
     program = shutil.which("ncu") or next(iter(map(str, Path("/usr/local").glob("cuda*/bin/ncu"))), None)
     if program is None:
         print("cache_policy.py: there is no ncu (Nsight Compute) on this machine's PATH: hit rates are not measured")
@@ -289,7 +291,7 @@ def under_ncu(arguments: argparse.Namespace) -> int:
 
 @torch.no_grad()
 def run_under(arguments: argparse.Namespace) -> None:
-    """What compiles ahead, and what ncu looks at: six calls."""
+    """The work of the compiling processes and of the one under ncu: six calls."""
     calls = Calls(arguments.compile, arguments, (arguments.under,))
     for _ in range(5):
         calls.steps[arguments.under]()
@@ -312,7 +314,7 @@ def main() -> int:
         return under_ncu(arguments)
     if arguments.device == "cpu":
         torch.set_num_threads(2)
-    import on_gpus  # not before: it sets variables that ranks on a CPU do without
+    import on_gpus  # not at the top: it sets environment variables that CPU ranks must not have
 
     about = on_gpus.surroundings(arguments.device)
     rows = kept_rows(arguments, about)

@@ -1,6 +1,6 @@
-"""What benchmarks/cache_policy.py runs: applications at the sizes that people run, with random weights.
+"""The applications of benchmarks/cache_policy.py: models at real sizes, with random weights.
 
-`small` is for seeing that the benchmark works: the same graphs, on a CPU.
+`small` builds the same graphs at sizes for a CPU, to test the benchmark itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ QWEN = models.Config(896, 24, 14, 2, 4864, 151936, 1024, theta=1000000.0)
 
 
 def llama(sizes: models.Config, batch: int, filled: int, steps: int = 1) -> Application:
-    """A step of `batch` sequences behind `filled` positions; of several `steps` at once: a prompt."""
+    """A decoding step of `batch` sequences after `filled` positions. With several `steps` at once it is a prompt."""
 
     def make(device: torch.device, small: bool) -> Made:
         far, new = (filled // 16, max(1, steps // 16)) if small else (filled, steps)
@@ -50,7 +50,7 @@ def of_case(name: str) -> Application:
 
 
 class Pooled(nn.Module):
-    """Pooled embeddings alone."""
+    """Pooled embeddings only."""
 
     def __init__(self, tables: int, rows: int, dim: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Pooled(nn.Module):
 
 
 def pooled(device: torch.device, small: bool) -> Made:
-    """Indices by Zipf's law (exponent 1.05), as those of users and items are."""
+    """The indices follow Zipf's law (exponent 1.05), like those of real users and items."""
     tables, rows, dim, batch, each = (2, 200, 16, 8, 4) if small else (8, 1_000_000, 64, 2048, 32)
     with device:
         model = real_sizes.ready(Pooled(tables, rows, dim), torch.float32)
@@ -74,7 +74,7 @@ def pooled(device: torch.device, small: bool) -> Made:
 
 
 class Chain(nn.Module):
-    """Row after row of the same shape, each reading what the one before wrote."""
+    """Row operations of one shape, where each reads what the previous one wrote."""
 
     def __init__(self, kind: str, dim: int, length: int = 8) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Chain(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for norm in self.norms:
             y = norm(x) if self.kind == "norm" else F.softmax(x, -1)
-            x = x.roll(1, 0) + y  # the next reads what others wrote
+            x = x.roll(1, 0) + y  # mixes rows, so that the next operation reads other workers' results
         return x
 
 
@@ -98,7 +98,7 @@ def chain(kind: str) -> Application:
 
 
 class Vit(nn.Module):
-    """ViT-B/16: patches as a product, an encoder with norms before, the first row's classes."""
+    """ViT-B/16: patch projection as a product, a pre-norm encoder, and the classes from the first row."""
 
     def __init__(self, dim: int, heads: int, layers: int, patches: int, classes: int) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""The collectives of ark against Gloo and Open MPI; results go to benchmarks/results, whatever folder this runs from.
+"""Compares ark's collectives with Gloo and Open MPI. Results go to benchmarks/results from any working folder.
 
     python benchmarks/collectives.py [--quick] [--ops all_reduce] [--ranks 2,4] ...
 
-The same as `ark bench --developer`, where the code lives so that it comes with the package.
+Same as `ark bench --developer`. The code is in the package, so that it is installed with it.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Errors of single operators compiled by torch.compile(backend="ark") on CPU, beside Inductor's own on the same inputs.
+"""Compares the rounding errors of operators compiled by torch.compile(backend="ark") and by Inductor on CPU.
 
     python benchmarks/compile_accuracy.py [--types float32 bfloat16 float16] [--output FOLDER]
 
-Every operator that has a lowering (ark_torch.compile.lowering.RULES) has cases in tests/compile/accuracy_cases.py, and
-one that has none, or is not reached by its cases, ends this with an error. Errors are against float64, in units of the
-result type's rounding (tests/compile/accuracy.py). All cases of a type make one graph, compiled once by each side;
-what AOTAutograd takes apart before ark sees it is compiled by ark a second time, whole.
+Every operator with a lowering (ark_torch.compile.lowering.RULES) has cases in tests/compile/accuracy_cases.py. The
+program fails if an operator has none or its cases do not reach it. Errors are relative to float64, in units of the
+result type's rounding (tests/compile/accuracy.py). All cases of a type form one graph, which each side compiles once.
+Operators that AOTAutograd decomposes are compiled by ark a second time without decomposition.
 
-The rule: ark's root mean square is at most 1.5 times Inductor's and a quarter of a unit. The quarter is what rounding a
-right result to its type costs once (a uniform error has 1 / sqrt(12) = 0.29 units, and 0.2 beside the mean of numbers
-within a power of two): without it 1.5 times nothing would be asked where Inductor happens to round once less.
+The rule: ark's root mean square is at most 1.5 times Inductor's plus a quarter of a unit. The quarter is the cost of
+rounding a correct result once (a uniform error has 1 / sqrt(12) = 0.29 units, and 0.2 relative to the mean of numbers
+within a power of two). Without it the bound would be zero where Inductor happens to round once less.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ import accuracy  # noqa: E402
 import accuracy_cases  # noqa: E402
 import accuracy_inputs  # noqa: E402
 
-del operators  # imported for the rules that it registers
+del operators  # only imported to register its rules
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Given = list[list[torch.Tensor]]
 
 
 def by_ark(cases: Sequence[accuracy_inputs.Case], given: Given, seen: set[Any]) -> list[Any]:
-    """Results of one region; adds to `seen` whose lowerings have run."""
+    """Runs the cases as one region and returns their results. Adds the operators whose lowerings ran to `seen`."""
 
     def noting(operator: Any, rule: lowering.Rule) -> lowering.Rule:
         def noted(low: lowering.Lowering, node: torch.fx.Node) -> Any:
@@ -67,7 +67,7 @@ def by_ark(cases: Sequence[accuracy_inputs.Case], given: Given, seen: set[Any]) 
 
 @torch.no_grad()
 def part(dtype: str, side: str) -> dict[str, Any]:
-    """Figures of all cases of a type: "ark", "whole" (what AOTAutograd would take apart) or "inductor"."""
+    """Measures all cases of a type: "ark", "whole" (operators that AOTAutograd would decompose) or "inductor"."""
     cases, given = accuracy.drawn(TYPES[dtype])
     wanted = accuracy.exact(cases, given)
     seen: set[Any] = set()
@@ -89,7 +89,7 @@ def part(dtype: str, side: str) -> dict[str, Any]:
 
 
 def measured(dtype: str, side: str, folder: Path) -> dict[str, Any]:
-    """In a process of its own: the compilers' Python runs on one processor."""
+    """Measures in a separate process, because each compiler's Python code uses only one core."""
     out = folder / f"{dtype}-{side}.json"
     environment = {**os.environ, "ARK_CACHE": f"{folder}/ark", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
     command = [sys.executable, __file__, "--types", dtype, "--part", side, str(out)]

@@ -1,12 +1,12 @@
-"""What torch.compile(backend="ark") makes of whole models on CPU: errors, regions, fallbacks, compile times.
+"""Compiles whole models with torch.compile(backend="ark") on CPU: errors, regions, fallbacks and compile times.
 
     python benchmarks/compile_models.py [--models llama bert ...] [--ranks 1 2 4] [--output FOLDER]
     python benchmarks/compile_models.py --device cuda [--only bert-large ...] [--ways ...]    real sizes on one GPU
                                                     (gpu_models.py): a table and compile_models_h200.json
 
-Models come from small configurations with random weights. Errors are relative to the model in float64 throughout, for
-ark and for Inductor on the same inputs (over the same ark group where there are several ranks). Cold: the first call
-with empty caches, Dynamo's tracing included; cached: the same in a new process.
+Models have small configurations and random weights. Errors are relative to the model in float64, for ark and for
+Inductor on the same inputs (with several ranks, both over the same ark group). Cold: the first call with empty caches,
+including Dynamo's tracing. Cached: the same in a new process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ import parallel_llama  # noqa: E402
 
 
 def huggingface(name: str, ranks: int) -> tuple[Any, Any, Any]:
-    """The model, how it is called, and how it is shared by ranks."""
+    """Returns the model, a function that calls it, and its tensor-parallel plan."""
     import transformers as hf
 
     ids = torch.randint(0, 100, (1, 7), generator=torch.Generator().manual_seed(1))
@@ -116,7 +116,7 @@ def row(name: str) -> dict[str, Any]:
 
 
 def measured(name: str, ranks: int) -> dict[str, Any]:
-    """Two runs in processes of their own, on the same fresh cache folders."""
+    """Runs two processes, one after the other, on the same cache folders, which start empty."""
     rows = []
     with tempfile.TemporaryDirectory(prefix="ark-bench-") as folder:
         environment = {**os.environ, "ARK_CACHE": f"{folder}/ark", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
@@ -144,7 +144,7 @@ HEAD = """\
 
 
 def cpu_table(about: dict[str, Any]) -> str:
-    """docs/performance.md's."""
+    """Formats the table in docs/performance.md."""
     return f"{cpu_tables.origin(about)}.\n\n{HEAD}" + "".join(line(row) + "\n" for row in about["rows"])
 
 

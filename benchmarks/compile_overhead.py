@@ -1,15 +1,16 @@
-"""What torch.compile(backend="ark") costs beside the kernel: host time of a call, and compiling, of a small Llama.
+"""Measures what torch.compile(backend="ark") costs besides the kernel: host time per call and compile time.
 
     python benchmarks/compile_overhead.py [--layers 16] [--hidden 64] [--rounds 30] [--quick] [--output FOLDER]
 
-Host time of a decoding step: the whole call less the time in which the loop kernel ran in that same call (waking its
-workers included). Dynamo's own is the same compiled model told to return results that lie ready: the same guards in the
-same place in memory, the same arguments. The two take turns, call by call, and both come after a step of ark's, as in a
-program that decodes; then again with a step of another model between, Inductor's, which has had the processor's caches
-(its whole call is shown, for scale; it has one thread: after a loop of several, OpenMP's threads spin for milliseconds
-on processors that the next call needs). "Inside" is the same from where torch._dynamo's guards have passed, which is
-less noisy. Compile times are of fresh processes: cold, with an empty cache, and again with what the first one left;
-`ark` is the time inside ark's backend, `rest` is torch._dynamo and AOTAutograd.
+Host time of a decoding step of a small Llama is the whole call minus the run of the loop kernel in that same call
+(waking its workers included). Dynamo's own share is measured with the same compiled model, told to return results that
+are ready: the same guards at the same addresses and the same arguments. The two alternate call by call, each after a
+step of ark, as in a program that decodes. A second measurement runs a step of another model, compiled by Inductor, in
+between, so that the processor's caches are cold. The table shows Inductor's whole call for scale. Inductor gets one
+thread, because OpenMP's threads spin for milliseconds after a parallel loop and would occupy the next call's cores.
+"Inside" is the time after Dynamo's guards have passed, which is less noisy. Compile times are of fresh processes: cold
+with an empty cache, then again with what the first one cached. `ark` is the time inside ark's backend, `rest` is
+torch._dynamo and AOTAutograd.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ sys.path.insert(0, str(FOLDER.parent / "examples"))
 
 from llama.model import Llama, LlamaConfig  # noqa: E402  (lies beside, in examples/)
 
-CALLS = 30  # of each contender, in a round
+CALLS = 30  # per contender and round
 
 
 def model_of(layers: int, hidden: int) -> Llama:
@@ -46,14 +47,16 @@ def model_of(layers: int, hidden: int) -> Llama:
 
 
 def with_code_of_its_own(model: Llama, name: str) -> Llama:
-    """torch._dynamo keeps what it compiled by code object: models that share one would check each other's guards."""
+    """Gives a model its own code object. Dynamo caches by code object, so models that share one check each other's
+    guards.
+    """
     forward = types.FunctionType(Llama.forward.__code__.replace(co_name=name), Llama.forward.__globals__, "forward")
     model.__class__ = type(f"Llama_{name}", (Llama,), {"forward": forward})
     return model
 
 
 class Either:
-    """The model compiled by ark, and its one region; while `idle`, a call finds its results ready."""
+    """The model compiled by ark, and its only region. While `idle`, a call returns prepared results."""
 
     def __init__(self, model: Llama, inputs: Sequence[torch.Tensor], threads: int) -> None:
         from ark_torch.compile import backend
@@ -107,7 +110,7 @@ def host_time(arguments: argparse.Namespace, threads: int) -> list[dict[str, Any
 
 
 def one_round(either: Either, inputs: Sequence[torch.Tensor], between: Callable[..., Any] | None) -> dict[str, float]:
-    """Medians over CALLS turns, in microseconds."""
+    """Returns medians over CALLS turns, in microseconds."""
     times: dict[str, list[float]] = {}
     for _ in range(CALLS):
         for idle in (False, True):
@@ -131,14 +134,14 @@ def one_round(either: Either, inputs: Sequence[torch.Tensor], between: Callable[
 
 @torch.no_grad()
 def compile_time(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Of this process, which has compiled nothing yet."""
+    """Measures this process, which must not have compiled anything yet."""
     torch.set_num_threads(2)
     model = Llama(LlamaConfig(layers=arguments.layers)).eval().requires_grad_(False)
     return first_call(model, (torch.zeros(1, 1, dtype=torch.int64), torch.tensor([5])))
 
 
 def first_call(model: torch.nn.Module, inputs: Sequence[Any]) -> dict[str, float]:
-    """The seconds of it, and what part of them is in ark's backend, and in a region's plan, compiler and loading."""
+    """Times the first call, and the part of it in ark's backend, in planning, in the compiler and in loading."""
     from ark_torch.compile import backend, build
 
     inside = 0.0
@@ -170,7 +173,7 @@ def first_call(model: torch.nn.Module, inputs: Sequence[Any]) -> dict[str, float
 
 
 def compile_times(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Two processes one after the other on one cache folder; torch's own caches are off."""
+    """Runs two processes, one after the other, on one cache folder. torch's own caches are off."""
     rows = []
     with tempfile.TemporaryDirectory(prefix="ark-bench-") as cache:
         for name in ("cold", "from cache"):

@@ -1,20 +1,20 @@
-"""Compressed all-reduces against exact ones, and the quantiser alone against the memory's speed.
+"""Compares compressed all-reduces with exact ones, and the quantiser alone with the memory bandwidth.
 
     python benchmarks/compressed.py --ranks 2 [--sizes 8 64 256] [--device cpu]
 
-All-reduce of as many megabytes of bfloat16 (float32 on CPU), as torch.distributed takes it. Ways:
+All-reduces of --sizes megabytes of bfloat16 (float32 on CPU), through torch.distributed. Ways:
 
-exact_nccl   the rival's all_reduce (Gloo on CPU)
-exact_ark    ark's
-ark_8, ark_4, ark_2, ark_fp8   ark_torch.distributed.compressed_all_reduce with so many bits
+exact_nccl                     the rival's all_reduce (Gloo on CPU)
+exact_ark                      ark's
+ark_8, ark_4, ark_2, ark_fp8   ark_torch.distributed.compressed_all_reduce with that many bits
 carried_exact, carried_4       CPU: the same in an ark group that Gloo carries, as between machines
 
-The quantiser alone, on one rank: torch.ops.ark.quantize and dequantize of the largest of these sizes (on CPU of 8 MB at
-most: beyond, new memory for each result takes longer than the work), to the nearest code and by chance. GB/s count the
-bytes that are read and written; `copy` is a copy of the tensor, the memory's own speed.
+The quantiser is measured on one rank: torch.ops.ark.quantize and dequantize of the largest of these sizes, with nearest
+and with stochastic rounding. On CPU the size is at most 8 MB, because allocating larger results takes longer than the
+work. GB/s count bytes read and written. `copy` is a copy of the tensor, which shows the memory bandwidth.
 
-On GPUs each way is captured in a CUDA graph and replayed back to back; a figure is the median over rounds of the
-slowest rank's time. Results are compared with the exact sum: they may be off by half a step of each quantisation.
+On GPUs each way is captured in a CUDA graph and replayed back to back. A figure is the median over rounds of the
+slowest rank's time. Results are compared with the exact sum and may differ by half a step of each quantisation.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Call = Callable[[], Any]
 
 
 def timed(rank: Rank, call: Call, rounds: int, alone: bool = False) -> list[float]:
-    """Microseconds of a call, a round each."""
+    """Returns microseconds per call, one figure per round."""
     cuda = rank.device.type == "cuda"
     call()
     if cuda:
@@ -67,7 +67,7 @@ def timed(rank: Rank, call: Call, rounds: int, alone: bool = False) -> list[floa
             return (time.perf_counter() - began) / times * 1e6
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
-        call()  # brings the ranks together
+        call()  # synchronizes the ranks
         begin.record()
         for _ in range(times):
             call()
@@ -98,7 +98,7 @@ def all_reduce_ways(rank: Rank, x: Tensor, groups: dict[str, Any]) -> dict[str, 
             dist.all_reduce(mine, group=group)
             return mine
 
-        mine = torch.zeros_like(x)  # sums of zeros stay small, however often
+        mine = torch.zeros_like(x)  # sums of zeros stay zero after any number of calls
         return call
 
     rival = "nccl" if rank.device.type == "cuda" else "gloo"
@@ -112,9 +112,9 @@ def all_reduce_ways(rank: Rank, x: Tensor, groups: dict[str, Any]) -> dict[str, 
 
 
 def wrong(rank: Rank, name: str, result: Tensor, x: Tensor, total: Tensor) -> int:
-    """Elements farther from the exact sum than the two quantisations allow."""
+    """Counts elements that are farther from the exact sum than the two quantisations allow."""
     width = name.rpartition("_")[2]
-    if width == "fp8":  # 3 bits of mantissa: 1/16 of the value, or of what its bucket's scale leaves
+    if width == "fp8":  # 3 bits of mantissa: at most 1/16 of the largest value
         reach = (x.abs().max() + total.abs().max()).float()
         bound = reach / 16
     else:
@@ -149,7 +149,7 @@ def compare(rank: Rank, size: float, groups: dict[str, Any], arguments: argparse
 
 
 def quantiser(rank: Rank, size: float, arguments: argparse.Namespace) -> list[Row]:
-    """On rank 0 alone."""
+    """Measures the quantiser, on rank 0 only."""
     rows: list[Row] = []
     for dtype in dict.fromkeys((dtype_of(rank), torch.bfloat16)):
         count = round(size * MB / torch.empty(0, dtype=dtype).element_size())
@@ -217,7 +217,7 @@ def measure(rank: Rank, arguments: argparse.Namespace) -> None:
 
 
 def table(about: dict[str, Any], alone: bool = True) -> str:
-    """Markdown: milliseconds of all-reduces, then what the quantiser reaches `alone`."""
+    """Formats Markdown: milliseconds of all-reduces, then the quantiser's bandwidth if `alone`."""
     lines = [on_gpus.origin(about), ""]
     reduces = [row for row in about["rows"] if row["work"] == "all_reduce"]
     names = list(dict.fromkeys(name for row in reduces for name in row["us"]))

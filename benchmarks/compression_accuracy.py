@@ -1,12 +1,12 @@
-"""What few bits a gradient cost in accuracy, trained over two CPU ranks: the demo's GPT (held-out loss), or a small
-vision transformer on scikit-learn's digits (test accuracy).
+"""Measures what gradient compression costs in accuracy, trained on two CPU ranks: the demo's GPT (held-out loss), or a
+small vision transformer on scikit-learn's digits (test accuracy).
 
     python benchmarks/compression_accuracy.py [--task gpt|digits] [--steps 400] [--seeds 3] [--output FOLDER]
 
 Every way (exact; 8, 4, 2 and 1 bits with and without error feedback; smaller buckets; bits chosen by Auto) trains the
-same model on the same batches with each seed; a seed changes weights and batches. The JSON has every run's curve, and
-for each way the mean at the end, its spread over seeds, and how far it is from exact, seed by seed. What stands there
-when time is over is written: --seconds ends it between two runs, and --resume leaves out what an earlier call has run.
+same model on the same batches with each seed. A seed determines weights and batches. The JSON has the curve of every
+run, and for each way the final mean, its spread over seeds and the difference from exact, seed by seed. --seconds ends
+the program between two runs and writes what is complete. --resume skips runs that the file already has.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MEASURES = {"gpt": "loss", "digits": "accuracy"}
 
 
 def ways() -> dict[str, dict[str, Any] | None]:
-    """Settings of compression.State by the name that tables give them; None: exact."""
+    """Settings of compression.State by the name used in tables. None is exact."""
     from ark_torch.distributed.compression import Auto
 
     names = {8: "8 bits", 4: "4 bits", 2: "2 bits", 1: "1 bit"}
@@ -76,7 +76,7 @@ Row = dict[str, Any]
 
 
 def gpt(arguments: argparse.Namespace, place: Place) -> Callable[[dict[str, Any] | None, int, int], Row]:
-    """A run of the demo's GPT: settings, seed and number to what was found."""
+    """Returns a function that trains the demo's GPT: settings, seed and number in, a row out."""
     corpus = load_corpus()
     model = ModelConfig(arguments.layers, arguments.width, 4, 64)
 
@@ -95,7 +95,7 @@ def gpt(arguments: argparse.Namespace, place: Place) -> Callable[[dict[str, Any]
 
 
 def vision(arguments: argparse.Namespace, place: Place) -> Callable[[dict[str, Any] | None, int, int], Row]:
-    """The same of the vision transformer."""
+    """Same as gpt(), for the vision transformer."""
     import digits
 
     def run(how: dict[str, Any] | None, seed: int, number: int) -> Row:
@@ -155,27 +155,27 @@ def shape_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def earlier(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What stands in the file of the same model and steps: runs are kept where they are not run again."""
+    """Returns the file's content if it is of the same model and steps, so that its other runs are kept."""
     path = arguments.output / f"{arguments.name}.json"
     written = dict(json.loads(path.read_text())) if path.exists() else {}
     return written if all(written.get(key) == value for key, value in shape_of(arguments).items()) else {}
 
 
 def write(runs: list[dict[str, Any]], arguments: argparse.Namespace, conditions: dict[str, Any]) -> None:
-    """After each run, so that what ran is there whatever ends the next one."""
+    """Writes the file. Called after each run, so that a later failure loses nothing."""
     runs = sorted(runs, key=lambda run: (run["seed"], list(ways()).index(run["way"])))
     measure = MEASURES[arguments.task]
     written = {**conditions, "task": arguments.task, **shape_of(arguments), "summary": summary(runs, measure)}
     written["runs"] = runs
     arguments.output.mkdir(parents=True, exist_ok=True)
-    partial = arguments.output / f"{arguments.name}.json.partial"  # a run that is stopped leaves a whole file
+    partial = arguments.output / f"{arguments.name}.json.partial"  # renamed when complete
     partial.write_text(json.dumps(written, indent=1) + "\n")
     partial.replace(arguments.output / f"{arguments.name}.json")
     draw(written, arguments.output / f"{arguments.name}.png")
 
 
 def summary(runs: list[Row], measure: str) -> list[Row]:
-    """A row a way: mean and spread of the last value, and the difference from exact of the same seed."""
+    """Returns a row per way: mean and spread of the last value, and the difference from exact with the same seed."""
     last = {(run["way"], run["seed"]): run["held_out"][-1][1] for run in runs}
     rows = []
     for way in dict.fromkeys(run["way"] for run in runs):
@@ -193,7 +193,7 @@ def summary(runs: list[Row], measure: str) -> list[Row]:
 
 
 def draw(written: dict[str, Any], path: Path) -> None:
-    """Left the curves (mean over seeds), right where every run ended."""
+    """Draws the curves (mean over seeds) on the left, the final value of every run on the right."""
     import matplotlib
 
     matplotlib.use("Agg")

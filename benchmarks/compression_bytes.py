@@ -1,9 +1,10 @@
-"""Bytes that a rank sends for gradients when only some layers learn, on two CPU ranks; the same on every machine.
+"""Counts the bytes that a rank sends for gradients when only some layers learn, on two CPU ranks. Machine-independent.
 
     python benchmarks/compression_bytes.py [--output FOLDER]
 
-The demo's GPT, four ways: all layers learn; matrices of low rank beside frozen ones (as LoRA trains); the last block
-alone, the rest frozen; the last block alone, where the rest is not frozen but cut off, so that DDP hands over zeros.
+The demo's GPT, four ways: all layers learn; low-rank matrices learn beside frozen ones (as in LoRA); only the last
+block learns and the rest is frozen; only the last block learns and the rest is detached but not frozen, so that DDP
+hands over zeros.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ STEPS, RANK = 3, 8
 
 
 class LowRank(nn.Module):
-    """A frozen linear layer and a learnt product of two small matrices."""
+    """A frozen linear layer plus a trainable product of two small matrices."""
 
     def __init__(self, frozen: nn.Linear) -> None:
         super().__init__()
@@ -57,7 +58,7 @@ def make(way: str) -> GPT:
         model.blocks[-1].requires_grad_(True)
     elif way == "last block, cut off":
         model.blocks[-1].register_forward_pre_hook(lambda module, inputs: (inputs[0].detach(), *inputs[1:]))
-        model.embedding.requires_grad_(False)  # the output layer has its weights
+        model.embedding.requires_grad_(False)  # the output layer shares its weights
     return model
 
 

@@ -1,16 +1,16 @@
-"""Whether the default of torch.compile(backend="ark") is as fast as the fastest of what it chooses from, on a CPU.
+"""Checks on a CPU that the default of torch.compile(backend="ark") is as fast as the fastest of its alternatives.
 
     python benchmarks/contest.py [--models llama t5 ...] [--seconds 90] [--resume] [--minutes 15] [--output FOLDER]
 
-A row is a small model (contest_models.py). With caches of its own, first plain torch.compile is called once in a
-process; then another calls ark's default until it has chosen, --seconds at most, and times it beside eager PyTorch,
-plain torch.compile and ark's regions alone ({"choose": "ark"}): in turns, round by round, the least median of a turn.
-The ratio is that of the default to the best of these three; of two that run the same code it is noise. First calls
-include torch._dynamo's tracing. On two cores that nobody else uses a row takes about half a minute.
+A row is a small model (contest_models.py). With empty caches, one process first calls plain torch.compile once. A
+second process calls ark's default until it has chosen (--seconds at most), and times it beside eager PyTorch, plain
+torch.compile and ark's regions alone ({"choose": "ark"}). They alternate round by round, and the figure is the least
+median of a turn. The ratio is that of the default to the best of these three. If both run the same code, it is noise.
+First calls include torch._dynamo's tracing. On two idle cores a row takes about half a minute.
 
-Each row is written as soon as it is there, with the machine's load before it. --resume goes on with the file that is
-there: models with a row stay as they are, what failed is tried again; rows of another machine or of other versions are
-dropped. With --minutes no model is begun later than that, and the same command goes on another time.
+Each row is written as soon as it is complete, with the machine's load before it. --resume continues from the file:
+models that have a row are skipped, failed ones are tried again, and rows of other machines or versions are dropped.
+With --minutes no model starts after that time. The same command continues later.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from ark_torch.tools.bench import report as bench
 
 FOLDER = Path(__file__).resolve().parent
 ROUNDS, TURN_S, MOST_CALLS = 7, 0.1, 200
-SETTLED_S = 1.0  # without a graph's choice: all graphs have theirs
-LIMIT_S = 900.0  # of one process
+SETTLED_S = 1.0  # without any choice in this time, all graphs have chosen
+LIMIT_S = 900.0  # per process
 
 Call = Callable[[], Any]
 
 
 class Choices(logging.Handler):
-    """Hears which graph runs on what."""
+    """A log handler that records what each graph runs on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def seconds(call: Call) -> float:
 
 
 def beside(calls: dict[str, Call]) -> dict[str, float]:
-    """Milliseconds of a call of each."""
+    """Returns milliseconds per call of each contender."""
     medians: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(ROUNDS):
         for name in list(calls) if number % 2 == 0 else list(calls)[::-1]:
@@ -132,7 +132,9 @@ def child(work: Callable[..., dict[str, Any]], arguments: tuple[Any, ...], folde
 
 
 def in_a_process(work: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-    """With caches that nobody has used. Forked: the parent has imported what takes long, and computes nothing."""
+    """Runs `work` in a process with empty caches. It is forked from a parent that has done the slow imports but no
+    computing.
+    """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory(prefix="ark-contest-") as folder:
@@ -168,7 +170,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def table(about: dict[str, Any]) -> str:
-    """docs/performance-cpu.md's."""
+    """Formats the table in docs/performance-cpu.md."""
     complete = [row for row in about["rows"] if "error" not in row]
     worst = max(complete, key=lambda row: row["ratio"])
     firsts = [row["ark_first_s"] / row["inductor_first_s"] for row in complete]
@@ -180,7 +182,7 @@ def table(about: dict[str, Any]) -> str:
 
 
 def kept(path: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a file that this run may go on with."""
+    """Returns the rows of a file that this run can continue from."""
     try:
         before = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -196,7 +198,7 @@ def kept(path: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def measured(name: str, limit: float) -> dict[str, Any]:
-    """A row, or why there is none: the other models are measured all the same."""
+    """Returns a row, or the error in its place, so that the other models are still measured."""
     load = round(os.getloadavg()[0], 2)
     try:
         row = {**in_a_process(plain, name), **in_a_process(chosen, name, limit)}
@@ -213,7 +215,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no model later than that")
     parser.add_argument("--output", type=Path, default=FOLDER / "results")
     arguments = parser.parse_args()
-    import transformers  # for all children
+    import transformers  # before the fork, so that all children have it
 
     about = bench.surroundings(bench.shown_command("benchmarks/contest.py"))
     about["versions"]["transformers"] = transformers.__version__

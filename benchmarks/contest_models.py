@@ -1,7 +1,8 @@
-"""The small models of contest.py: Hugging Face's from small configurations with random weights, and some written here.
+"""The small models of contest.py: Hugging Face models in small configurations with random weights, and a few of our
+own.
 
-make(name) gives a module and its keyword arguments. Sizes are such that a call takes one to some ten milliseconds,
-where what stands around the kernels still counts.
+make(name) returns a module and its keyword arguments. Sizes are chosen so that a call takes one to some ten
+milliseconds, where the overhead around the kernels still counts.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def _decoder(kind: str, **more: Any) -> Made:
 
 
 def _llama_step() -> Made:
-    """One position of a decoding step, with caches that are updated in place."""
+    """One decoding step, with caches that are updated in place."""
 
     class Step(nn.Module):
         def __init__(self) -> None:
@@ -161,7 +162,7 @@ class _Block(nn.Module):
 
 
 class _UNet(nn.Module):
-    """A diffusion model's: residual blocks told the time, attention at the bottom, what goes down is given across."""
+    """The UNet of a diffusion model: time-conditioned residual blocks, attention at the bottom and skip connections."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""Convolutions by ark's regions beside Inductor's and eager PyTorch's (oneDNN), on one thread of a CPU.
+"""Compares convolutions in ark's regions with Inductor and eager PyTorch (oneDNN), on one CPU thread.
 
     python benchmarks/convolutions.py [--only NAME ...] [--output FOLDER]
 
-Each is one convolution with bias and relu, of a model named by where it comes from; "last" lies channels last. ark is
-forced to take it (fallback=False), so that the table shows where the limits in
-ark_torch/compile/operators/convolutions.py belong: `default` is what torch.compile(backend="ark") does with it. The
-times are the least of medians, in turns.
+Each row is one convolution with bias and relu, named by the model that has it; "last" means channels-last layout. ark
+is forced to compile it (fallback=False), so that the table shows where the limits in
+ark_torch/compile/operators/convolutions.py should be. `default` is what torch.compile(backend="ark") does with it.
+Times are the least of several medians, taken in turns.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def table(about: dict[str, Any]) -> str:
-    """docs/performance-cpu.md's."""
+    """Formats the table in docs/performance-cpu.md."""
     return f"{cpu_tables.origin(about)}, one thread.\n\n{HEAD}" + "".join(line(row) + "\n" for row in about["rows"])
 
 

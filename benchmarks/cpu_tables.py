@@ -1,6 +1,6 @@
-"""Tables of what was measured on CPU tensors: collectives and DistributedDataParallel against Gloo and MPI.
+"""Formats tables of measurements on CPU tensors: collectives and DistributedDataParallel against Gloo and MPI.
 
-Made from the JSON files of the benchmarks alone; doc_tables.py puts them into the documents.
+The JSON files of the benchmarks are the only input. doc_tables.py puts the tables into the documents.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def microseconds(value: float) -> str:
 
 
 def cell(row: dict[str, Any]) -> str:
-    """Our time, then how many times as fast as each rival."""
+    """Formats our time, then our speed relative to each rival."""
     ours = next(iter(row["timings"].values()))
     if ours["error"] or ours["wrong"]:
         return "failed"

@@ -1,12 +1,12 @@
-"""Collectives on CUDA tensors: ark against NCCL and PyTorch's symmetric memory, in a graph and eager.
+"""Compares collectives on CUDA tensors: ark, NCCL and PyTorch's symmetric memory, in a graph and eager.
 
     python benchmarks/cuda_collectives.py --ranks 2 4 --output benchmarks/results/cuda_collectives.json
 
-One process a GPU. All implementations of a row run interleaved in one process group's life; a figure is the median over
-rounds of the slowest rank's time, in microseconds a call. In a graph: 20 calls a graph (fewer of large ones); eager:
-from Python, back to back. What is compared: benchmarks/cuda_contenders.py. Values are random and renewed before every
-round. Results are checked against a float32 sum in rank order (ark: every bit). NVLink multicast is off for all of
-them. `bytes` is the larger side of the operation, as in nccl-tests; busbw uses nccl-tests' factors.
+There is one process per GPU. All implementations of a row (benchmarks/cuda_contenders.py) run interleaved in the same
+processes. A figure is the median over rounds of the slowest rank's time, in microseconds per call. In a graph: 20 calls
+per graph, fewer for large ones. Eager: called from Python, back to back. Values are random and renewed before every
+round. Results are checked against a float32 sum in rank order, ark's bit for bit. NVLink multicast is off for all.
+`bytes` is the larger side of the operation, as in nccl-tests; busbw uses nccl-tests' factors.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def timed_eagerly(row: Row, loops: int) -> dict[str, list[float]]:
 
 
 def slowest(times: dict[str, list[float]], group: Any) -> dict[str, float]:
-    """Median over rounds of the slowest rank."""
+    """Returns the median over rounds of the slowest rank's time."""
     medians = {}
     for name, rounds in times.items():
         tensor = torch.tensor(rounds, device="cuda")
@@ -99,7 +99,7 @@ def run(rank: int, ranks: int, arguments: argparse.Namespace, port: int) -> None
     device = torch.device("cuda", rank)
     dist.init_process_group("nccl", rank=rank, world_size=ranks, timeout=timedelta(seconds=60), device_id=device)
     groups = make_groups(device, timedelta(seconds=20))
-    torch.cuda.set_stream(torch.cuda.Stream())  # NCCL's copies by copy engine are not for the default stream
+    torch.cuda.set_stream(torch.cuda.Stream())  # NCCL does not use copy engines on the default stream
     rows = []
     for operation in arguments.operations:
         for size in arguments.sizes:
@@ -137,7 +137,7 @@ def line(entry: dict[str, Any]) -> str:
 
 
 def table(report: dict[str, Any]) -> str:
-    """docs/performance.md's table of a report."""
+    """Formats a report's table in docs/performance.md."""
     lines = [
         f"{report['machine'].split(',')[0]}, PyTorch {report['versions']['torch']}, NCCL {report['versions']['nccl']},",
         f"NVLink multicast off; bfloat16, microseconds a call, the slowest rank; {report['date'][:10]}.",

@@ -1,8 +1,8 @@
-"""What benchmarks/cuda_collectives.py compares: one operation at one size, as each implementation offers it.
+"""The contenders of benchmarks/cuda_collectives.py: one operation at one size, in each implementation.
 
-ark and NCCL on plain and on registered tensors, NCCL's efficiency and zero (copy-engine) policies where they apply,
-PyTorch's symmetric memory: one-shot, two-shot and low-contention forms. Each works on tensors of its own. One that a
-version or machine lacks is left out, on all ranks alike, and named on standard error.
+These are ark and NCCL on plain and on registered tensors, NCCL's efficiency and zero (copy-engine) policies where they
+apply, and PyTorch's symmetric memory in its one-shot, two-shot and low-contention forms. Each has its own tensors. A
+contender that the version or machine lacks is left out on all ranks and named on standard error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ POLICIES = {"nccl_efficiency": 1, "nccl_zero": 2}  # NCCL_CTA_POLICY_*
 
 
 def make_groups(device: torch.device, timeout: Any) -> dict[str, Any]:
-    """The default group is NCCL's; the others beside it."""
+    """Creates the groups. NCCL's is the default one."""
     groups = {"nccl": dist.group.WORLD, "ark": dist.new_group(backend="ark", timeout=timeout)}
     for name, policy in POLICIES.items():
         options = dist.ProcessGroupNCCL.Options()
@@ -30,13 +30,13 @@ def make_groups(device: torch.device, timeout: Any) -> dict[str, Any]:
             print(f"left out: {name}: this PyTorch does not set NCCL's policy", file=sys.stderr)
             continue
         groups[name] = dist.new_group(backend="nccl", pg_options=options)
-    for group in groups.values():  # the first call meets the other ranks
+    for group in groups.values():  # the first call connects the ranks
         dist.all_reduce(torch.ones(1, device=device), group=group)
     return groups
 
 
 class Row:
-    """The implementations of one operation at one size."""
+    """All implementations of one operation at one size."""
 
     def __init__(self, operation: str, size: int, rank: int, ranks: int, groups: dict[str, Any]) -> None:
         self.operation, self.size, self.rank, self.ranks = operation, size, rank, ranks
@@ -70,7 +70,7 @@ class Row:
             tensor.copy_(self.seed[: tensor.numel()])
 
     def call_on(self, group: Any, tensors: list[torch.Tensor]) -> Call:
-        """tensors: the whole, and a part or as much again where the operation has two sides."""
+        """`tensors` is the whole tensor, and the part or second tensor if the operation has two sides."""
         whole, op = tensors[0], self.operation
         if op == "all_reduce":
             return lambda: dist.all_reduce(whole, group=group)
@@ -98,7 +98,7 @@ class Row:
         return exchange
 
     def sides(self, name: str) -> list[torch.Tensor]:
-        """In one piece, as NCCL's windows want it."""
+        """Allocates both sides in one piece, as NCCL's windows require."""
         parts = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": self.ranks, "send_recv": self.ranks}
         other = self.count // self.ranks * parts.get(self.operation, 0)
         both = torch.empty(self.count + other, dtype=torch.bfloat16, device="cuda")
@@ -114,7 +114,7 @@ class Row:
     def ark_registered(self, name: str) -> Call | None:
         from ark_torch import distributed, memory
 
-        if self.operation == "send_recv":  # messages do not look for registered memory
+        if self.operation == "send_recv":  # messages do not use registered memory
             return None
         group = self.groups["ark"]
         with torch.cuda.use_mem_pool(memory.pool()):
@@ -128,7 +128,7 @@ class Row:
         if name == "nccl_efficiency" and self.operation not in ("all_reduce", "all_gather", "reduce_scatter"):
             return None
         if name == "nccl_zero" and self.operation not in ("all_gather", "all_to_all"):
-            return None  # no copy-engine form
+            return None  # has no copy-engine form
         group = self.groups[name if name in POLICIES else "nccl"]
         backend = group._get_backend(torch.device("cuda"))
         pool = torch.cuda.MemPool(backend.mem_allocator)
@@ -174,7 +174,9 @@ class Row:
             kept.clear()
 
     def wrong(self) -> int:
-        """Elements of ark's all_reduces that differ from the float32 sum in rank order, rounded once; -1: not seen."""
+        """Counts elements of ark's all_reduces that differ from the float32 sum in rank order, rounded once. -1: not
+        checked.
+        """
         if self.operation != "all_reduce" or self.size > 64 * MB:
             return -1
         inputs = torch.empty(self.ranks, self.count, dtype=torch.bfloat16, device="cuda")

@@ -1,10 +1,10 @@
-"""Time of a training step with DistributedDataParallel: the demo's model at several sizes, over ark and over Gloo.
+"""Measures a training step with DistributedDataParallel over ark and over Gloo: the demo's model at several sizes.
 
     python benchmarks/ddp_step.py [--ranks 2,4] [--quick] [--output FOLDER]
 
-Both backends, and the same step without communication (no_sync), take turns in the same processes, so that the
-machine's noise hits all of them alike. A step is forward and backward, as long as its slowest rank takes.
-Small batches of a wide model let communication show; the demo's own size is among the rows.
+Both backends, and the same step without communication (no_sync), take turns in the same processes, so that noise of the
+machine affects all equally. A step is forward and backward, and takes as long as its slowest rank. Small batches of a
+wide model make communication visible. The demo's own size is among the rows.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ STEPS = (
 
 
 def measure(step: Step, groups: dict[str, dist.ProcessGroup], rounds: int) -> dict[str, Any]:
-    """Median milliseconds over each backend, and without communication; every rank returns the same."""
+    """Returns median milliseconds over each backend and without communication. All ranks return the same."""
     times = time_communication(step.model, step.batch, groups, rounds, torch.device("cpu"))
     row = {"model": step.name, **asdict(step.model), "batch": step.batch, "ranks": dist.get_world_size()}
     row |= {"rounds": rounds, "gradient_bytes": times.gradient_bytes, "local_ms": times.local_ms}
@@ -78,7 +78,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
                 )
                 file.write(json.dumps(row) + "\n")
     dist.barrier()
-    time.sleep(0.1)  # Gloo's threads let go of their last tensors before the groups are destroyed
+    time.sleep(0.1)  # lets Gloo's threads release their last tensors before the groups are destroyed
     dist.destroy_process_group()
 
 
@@ -87,7 +87,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=cli.rank_list, default=(2, 4), help="numbers of processes (default: 2,4)")
     parser.add_argument("--quick", action="store_true", help="three models, few rounds; written to ddp_step-quick.json")
     parser.add_argument("--output", type=Path, default=FOLDER / "results", help="folder for the JSON")
-    parser.add_argument("--rows", help=argparse.SUPPRESS)  # what rank 0 tells the process that started it
+    parser.add_argument("--rows", help=argparse.SUPPRESS)  # where rank 0 writes the rows for the parent process
     arguments = parser.parse_args()
     if "RANK" in os.environ:
         run_rank(arguments)

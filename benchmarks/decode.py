@@ -1,19 +1,19 @@
-"""Decoding with torch.compile(backend="ark") on CPU: a step of a small Llama, against Inductor and eager.
+"""Measures decoding with torch.compile(backend="ark") on CPU: a step of a small Llama, against Inductor and eager.
 
     python benchmarks/decode.py [--ranks 1 2] [--dtype float32] [--positions 32 256 500] [--quick] [--output FOLDER]
     python benchmarks/decode.py --plot      measures nothing: the picture from the JSON
-    python benchmarks/decode.py --device cuda [--ways ...]    a Llama of 1.2 thousand million weights on one GPU
+    python benchmarks/decode.py --device cuda [--ways ...]    a Llama of 1.2 billion weights on one GPU
                                                               (gpu_models.py): its table and decode_h200.json
-    python benchmarks/decode.py --device cuda --ranks 2       the same tensor parallel (decode_ranks.py)
+    python benchmarks/decode.py --device cuda --ranks 2       the same, tensor parallel (decode_ranks.py)
 
-One process has two threads; several ranks (tensor parallel, two all_reduces a layer) have one thread each, Inductor's
-all_reduces over Gloo and over ark. All contenders decode the same token at the same positions with the same weights, in
-the same processes, taking turns step by step, so that the machine's noise hits all of them alike; their logits are
-compared with float64 before anything is timed. Inductor runs in its default mode, with freezing, and with max-autotune
-besides; the ratio is to the best of them. Inductor's attention reads the whole cache at every position.
+One process has two threads. Several ranks (tensor parallel, two all_reduces per layer) have one thread each, and
+Inductor's all_reduces run over Gloo and over ark. All contenders decode the same token at the same positions with the
+same weights in the same processes. They take turns step by step, so that noise of the machine affects all equally.
+Their logits are compared with float64 before timing. Inductor runs in its default mode, with freezing, and with
+max-autotune; the ratio is to the best of them. Inductor's attention reads the whole cache at every position.
 
-`loop_microseconds` is the time of a step of greedy decoding, up to 32 of them from the position on: by launches of one
-step, and by one launch of all (ark_torch.resident), on the model of "ark", taking turns.
+`loop_microseconds` is the time per step of greedy decoding, up to 32 steps from the position on: with one launch per
+step, and with one launch for all (ark_torch.resident). Both use the model of "ark" and take turns.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ INDUCTOR: dict[str, dict[str, bool]] = {
     "inductor, freezing": {"freezing": True},
     "inductor, max-autotune": {"freezing": True, "max_autotune": True},
 }
-THREADS = 2  # of one process
+THREADS = 2  # per process
 
 
 def contenders(model: Llama, quick: bool) -> Contenders:
-    """Name -> its own model (or this rank's share of it), and the step."""
+    """Maps a name to its own model (or this rank's shard of it) and the step."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     groups = {name: dist.new_group(backend=name) for name in ("gloo", "ark")} if ranks > 1 else {"": None}
     made: Contenders = {}
@@ -72,7 +72,7 @@ def contenders(model: Llama, quick: bool) -> Contenders:
 
 
 def errors(model: Llama, made: Contenders, position: int, ids: torch.Tensor) -> dict[str, float]:
-    """Largest error of the logits against eager float64, relative to the largest logit."""
+    """Returns the largest error of the logits against eager float64, relative to the largest logit."""
     where = torch.tensor([position])
     exact = copy.deepcopy(model).double()
     found = {}
@@ -87,12 +87,12 @@ def errors(model: Llama, made: Contenders, position: int, ids: torch.Tensor) -> 
 
 
 def measure(made: Contenders, position: int, ids: torch.Tensor, rounds: int) -> dict[str, float]:
-    """Median microseconds of a step."""
+    """Returns median microseconds per step."""
     where = torch.tensor([position])
     times: dict[str, list[float]] = {name: [] for name in made}
     for _ in range(rounds):
         for name, (_, step) in made.items():
-            step(ids, where)  # what ran before had the processor's caches
+            step(ids, where)  # warms the caches, which the previous contender used
             start = time.perf_counter()
             step(ids, where)
             times[name].append((time.perf_counter() - start) * 1e6)
@@ -100,7 +100,7 @@ def measure(made: Contenders, position: int, ids: torch.Tensor, rounds: int) -> 
 
 
 class Loops:
-    """Greedy decoding by launches of one step, and by one launch."""
+    """Greedy decoding with one launch per step, and with one launch for all steps."""
 
     def __init__(self, model: Llama) -> None:
         def step(token: torch.Tensor, where: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,7 +115,7 @@ class Loops:
             ids, where = self._single(ids, where)
 
     def measure(self, position: int, ids: torch.Tensor, rounds: int) -> dict[str, float]:
-        """Median microseconds of a step."""
+        """Returns median microseconds per step."""
         where, steps = torch.tensor([position]), min(32, self._most - position)
         ways: dict[str, Callable[[], object]] = {
             "launches": lambda: self._launches(ids, where, steps),
@@ -185,7 +185,7 @@ def main() -> int:
     gpu_models.add_arguments(parser)
     arguments = parser.parse_args()
     if arguments.device != "cpu" and arguments.ranks:
-        import decode_ranks  # not before: it sets variables that ranks on a CPU do without
+        import decode_ranks  # not at the top: it sets environment variables that CPU ranks must not have
 
         return decode_ranks.main(arguments)
     if arguments.device != "cpu":

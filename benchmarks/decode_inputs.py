@@ -1,4 +1,4 @@
-"""What decode.py's contenders are given: caches of keys and values, filled alike."""
+"""Inputs of decode.py's contenders: key and value caches with the same content for all."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from llama.model import Llama, LlamaConfig
 
 
 def fill(model: Llama, whole: LlamaConfig, length: int) -> None:
-    """Keys and values at the positions before `length`: random, and the same for all models; a share has its heads."""
+    """Fills positions before `length` with random keys and values, equal in all models. A shard gets those of its
+    heads.
+    """
     generator = torch.Generator().manual_seed(length)
     for cache in model.caches():
         heads = cache.shape[1]
         first = dist.get_rank() * heads if heads < whole.kv_heads else 0
         shape = (whole.batch, whole.kv_heads, length, whole.head_dim)
-        values = torch.randn(shape, generator=generator, dtype=torch.bfloat16)  # which a model of any type has exactly
+        values = torch.randn(shape, generator=generator, dtype=torch.bfloat16)  # exact in every model's type
         cache.zero_()
         cache[:, :, :length] = values[:, first : first + heads]

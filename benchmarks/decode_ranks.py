@@ -1,13 +1,13 @@
-"""decode.py --device cuda --ranks 2: a step of a Llama (1b: 1.2 thousand million weights), tensor parallel over GPUs.
+"""decode.py --device cuda --ranks 2: a decoding step of a Llama (1b: 1.2 billion weights), tensor parallel over GPUs.
 
-Each rank is a process with a GPU and its share of the model (examples/llama), in bfloat16: two all_reduces a layer and
-an all_gather of the logits. Contenders: ark (all of it one loop kernel, the collectives inside), what backend="ark"
-chooses by default, and eager and Inductor over NCCL; "graph": the call captured in a CUDA graph by hand. They take
-turns, the ranks of one beginning together; a time is that of the slowest rank, between CUDA events of neighbouring
-calls. Errors are the logits' at the measured position, relative to the whole model in float64. --prompt N measures a
-prefill of N tokens in place of the step. --seconds bounds it: what does not fit in is left out and named.
+Each rank is a process with a GPU and its shard of the model (examples/llama), in bfloat16: two all_reduces per layer
+and an all_gather of the logits. Contenders: ark (one loop kernel, collectives included), the default choice of
+backend="ark", and eager and Inductor over NCCL. "graph": the call captured in a CUDA graph by hand. Contenders take
+turns, and all ranks start together. A time is that of the slowest rank, between CUDA events of neighbouring calls.
+Errors are those of the logits at the measured position, relative to the whole model in float64. --prompt N measures a
+prefill of N tokens in place of the step. --seconds bounds the run, and names what it leaves out.
 
-With --device as-cuda all of it runs on the CPU with a small model, Gloo for NCCL, to see that it works.
+--device as-cuda runs all of it on the CPU with a small model and Gloo for NCCL, to test the benchmark itself.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ WAYS = {
     gpu_models.CHOSEN: 120.0,
     "inductor": 90.0,
     "inductor, max-autotune": 240.0,
-}  # with seconds that each may take
+}  # with the seconds that each may take
 
 Row = dict[str, Any]
 
 
 def whole_model(small: bool, device: torch.device, arguments: argparse.Namespace | None = None) -> Llama:
-    """The same weights on every rank."""
+    """Returns the whole model, with the same weights on every rank."""
     torch.manual_seed(0)
     config = SMALL if small else LLAMA_8B if arguments is not None and arguments.shape == "8b" else LLAMA_1B
     if arguments is not None:
@@ -66,7 +66,7 @@ def inputs_on(device: torch.device, prompt: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def share(rank: gpu_ranks.Rank, model: Llama, group: Callable[[gpu_ranks.Rank], Any]) -> Llama:
-    """The rank's part of it; where there is one rank, itself."""
+    """Returns the rank's shard, or the model itself if there is one rank."""
     if rank.ranks == 1:
         return model
     with rank.device:
@@ -79,7 +79,7 @@ def of_ark(rank: gpu_ranks.Rank, model: Llama) -> tuple[Llama, Any, Report]:
 
 
 def prepared(rank: gpu_ranks.Rank, way: str, model: Llama, inputs: tuple[Tensor, Tensor]) -> tuple[Llama, Any, Row]:
-    """The way's own share of the model, its call, and what is known of it after the first one."""
+    """Returns the way's own shard of the model, its call, and what its first call reported."""
     if way == "ark":
         own, call, told = of_ark(rank, model)
     elif way == gpu_models.CHOSEN:
@@ -96,7 +96,7 @@ def prepared(rank: gpu_ranks.Rank, way: str, model: Llama, inputs: tuple[Tensor,
 
 
 def in_turns(rank: gpu_ranks.Rank, steps: dict[str, Any], turns: int) -> dict[str, list[float]]:
-    """Microseconds of every call, of the slowest rank."""
+    """Returns microseconds of every call, each that of the slowest rank."""
     timed = gpu_models.on_device if rank.device.type == "cuda" else gpu_models.on_host
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(turns):
@@ -141,7 +141,7 @@ def body(rank: gpu_ranks.Rank, arguments: argparse.Namespace) -> None:
 
 
 def table(about: dict[str, Any]) -> str:
-    """Ratios are to the quickest of ark's ways on as many ranks."""
+    """Formats the table. Ratios are to the fastest of ark's ways on the same number of ranks."""
     lines = [
         on_gpus.origin(about),
         "",

@@ -1,4 +1,4 @@
-"""How benchmarks/decode.py shows what it measured: a table and a picture, made from the JSON alone."""
+"""Formats the measurements of benchmarks/decode.py: a table and a picture, from the JSON alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Row = dict[str, Any]
 
 
 def table(about: dict[str, Any]) -> str:
-    """The best of Inductor's modes over each carrier beside ark."""
+    """Formats ark beside the best of Inductor's modes over each carrier."""
     machine, versions = about["machine"], about["versions"]
     lines = [
         f"{machine['cpu']}, {machine['cores']} cores, PyTorch {versions['torch']}; {about['date']}.",
@@ -42,7 +42,7 @@ def _over(name: str) -> str:
 
 
 def _best(row: Row, prefix: str) -> list[str]:
-    """Of each carrier, the quickest contender of that name."""
+    """Returns the fastest contender of that name for each carrier."""
     best: dict[str, str] = {}
     for name in _named(row, prefix):
         carrier = _over(name)
@@ -52,7 +52,9 @@ def _best(row: Row, prefix: str) -> list[str]:
 
 
 def draw(about: dict[str, Any], path: Path) -> str:
-    """Milliseconds a step by position, a panel a number of ranks; why not, where that is so."""
+    """Draws milliseconds per step by position, one panel per number of ranks. Returns the reason if there is no
+    picture.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -1,8 +1,8 @@
-"""A small vision transformer on scikit-learn's digits, trained with DistributedDataParallel: what compressed gradients
-cost in test accuracy (benchmarks/compression_accuracy.py --task digits, and its short form among the tests).
+"""Trains a small vision transformer on scikit-learn's digits with DistributedDataParallel.
 
-1,797 images of 8 x 8 pixels come with scikit-learn, so nothing is downloaded. Every fifth image is a test image; the
-ranks share the others. Weights and batches follow from the seed, the split does not.
+It shows what compressed gradients cost in test accuracy (benchmarks/compression_accuracy.py --task digits, and a short
+form in the tests). scikit-learn includes the 1,797 images of 8 x 8 pixels, so nothing is downloaded. Every fifth image
+is a test image; the ranks share the others. The seed determines weights and batches, but not the split.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TEST_ONE_IN = 5
 
 
 def load_images() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Images in [0, 1] and labels: those to learn, those to test."""
+    """Returns images in [0, 1] and labels, for training and for testing."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -32,7 +32,7 @@ def load_images() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 
 
 class VisionTransformer(nn.Module):
-    """Patches of 2 x 2 pixels, a learnt position each, encoder layers, the mean over patches, a linear head."""
+    """Patches of 2 x 2 pixels, learned positions, encoder layers, the mean over patches and a linear head."""
 
     def __init__(self, layers: int = 2, width: int = 32) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def train(
     width: int = 32,
     learning_rate: float = 3e-3,
 ) -> tuple[list[tuple[int, float]], Any]:
-    """Trains over the default group: test accuracy by steps done, and what `compress` gave for the model."""
+    """Trains over the default group. Returns test accuracy by step, and what `compress` returned for the model."""
     (images, labels), test = load_images()
     torch.manual_seed(seed)
     model = VisionTransformer(layers, width)

@@ -1,23 +1,23 @@
-"""A whole training step of a DLRM: pooled embeddings of 26 tables, MLPs, backward pass, update of rows and weights.
+"""Measures a whole training step of a DLRM: embeddings of 26 tables, MLPs, backward pass, update of rows and weights.
 
     python benchmarks/dlrm_step.py --ranks 2 [--shapes D128-L1-B8192] [--device cpu]
 
-Tables have Criteo's sizes (capped by --rows) and D columns, and are shared out among the ranks; B samples a rank, L
-Zipf-distributed indices a bag; a rank is given the bags of its tables for all ranks' samples, so that no way exchanges
-indices. MLPs are MLPerf's (512-256-D; 1024-1024-512-256-1), copies that all-reduce their gradients in one piece and
-take an SGD step. Rows take row-wise Adagrad. Ways:
+Tables have Criteo's sizes (capped by --rows) and D columns, and are distributed over the ranks. B is samples per rank,
+L the number of Zipf-distributed indices per bag. A rank gets the bags of its tables for all ranks' samples, so that no
+way exchanges indices. MLPs are MLPerf's (512-256-D; 1024-1024-512-256-1), replicated, with one all-reduce of all
+gradients and an SGD step. Rows use row-wise Adagrad. Ways:
 
 eager_nccl     F.embedding_bag(sparse=True) over all of the rank's tables at once, all_to_all_single with its gradient,
-               sparse gradients coalesced, Adagrad of PyTorch's operators (Gloo on CPU); its size of a gradient is asked
-               of the GPU, so no graph holds it
-padded_nccl    the same with the gradient summed into as many rows as there are indices: a graph holds it
-inductor_nccl  that, with the forward pass through torch.compile
+               sparse gradients coalesced, Adagrad by PyTorch's operators (Gloo on CPU); no graph can contain it,
+               because the host reads a gradient's size from the GPU
+padded_nccl    the same with the gradient summed into as many rows as there are indices, so that a graph can contain it
+inductor_nccl  padded_nccl with the forward pass through torch.compile
 ark            ark_torch.ops.embedding_bag_all_to_all(optimizer=RowwiseAdagrad), all_reduce of ark's group
 ark_inductor   the same with the forward pass through torch.compile
 
-A figure is the median over rounds of the slowest rank's time for a step: called by the host ("eager"), and of a CUDA
-graph of two steps with different indices ("graph"). Losses and rows of all ways are compared within rounding;
-of rows one element in 10,000 may be further away, since Adagrad makes a step of either sign of a gradient near zero.
+A figure is the median over rounds of the slowest rank's time per step, launched by the host ("eager") and in a CUDA
+graph of two steps with different indices ("graph"). Losses and rows of all ways are compared within rounding. One
+element of the rows in 10,000 may differ more, because Adagrad's step depends on the sign of gradients near zero.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from ark_torch.ops import RowwiseAdagrad, embedding_bag_all_to_all
 
 SHAPES = ("D128-L1-B2048", "D128-L1-B8192", "D128-L8-B4096")
-# The categories of Criteo's Kaggle set.
+# The table sizes of Criteo's Kaggle data set.
 SIZES = (1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652,
          2173, 4, 7046547, 18, 15, 286181, 105, 142572)  # fmt: skip
 DENSE, LR, EPS = 13, 0.01, 1e-6
@@ -53,7 +53,7 @@ def sizes_of(shape: str) -> tuple[int, int, int]:
 
 
 class Rest(nn.Module):
-    """MLPs and interaction."""
+    """The MLPs and the interaction."""
 
     def __init__(self, dim: int, wide: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def mlp(*sizes: int) -> nn.Sequential:
 
 
 class Setting:
-    """One shape on one rank: which tables it has, and its batches."""
+    """One shape on one rank: its tables and its batches."""
 
     def __init__(self, rank: Rank, shape: str, groups: dict[str, Any], arguments: argparse.Namespace) -> None:
         self.rank, self.groups, self.wide = rank, groups, arguments.width
@@ -110,14 +110,14 @@ class Setting:
         return ((size + 1.0) ** uniform).int().sub_(1).clamp_(0, size - 1)
 
     def rows(self) -> Tensor:
-        """First values of all of this rank's rows, the same for each way."""
+        """Returns the initial values of this rank's rows, the same for each way."""
         generator = torch.Generator(device=self.rank.device).manual_seed(5 + self.rank.rank)
-        shape = (sum(self.sizes) + 1, self.dim)  # and one that nothing names, for `padded`
+        shape = (sum(self.sizes) + 1, self.dim)  # plus one unused row, for `padded`
         return torch.randn(shape, generator=generator, device=self.rank.device) * 0.05
 
 
 class Way:
-    """A model and how it is trained."""
+    """A model and its training step."""
 
     def __init__(self, setting: Setting, kind: str, compiled: bool) -> None:
         self.setting, self.kind = setting, kind
@@ -139,7 +139,7 @@ class Way:
         self.loss = torch.compile(forward, dynamic=False) if compiled else forward
 
     def rows(self) -> Tensor:
-        """Of all tables, but the last one, which nothing names."""
+        """Returns the rows of all tables without the unused last one."""
         return torch.cat(self.tables) if self.kind == "ark" else self.whole[:-1]
 
     def forward_ark(self, i: int) -> tuple[Tensor, Tensor]:
@@ -150,7 +150,7 @@ class Way:
         return F.binary_cross_entropy_with_logits(self.rest(s.dense[i], pooled), s.clicks[i]), pooled
 
     def forward(self, i: int) -> tuple[Tensor, Tensor]:
-        """And what was pooled here, whose gradient the update takes."""
+        """Returns the loss and the pooled embeddings, whose gradient the update needs."""
         s, mine = self.setting, len(self.setting.sizes)
         with torch.no_grad():
             bags = F.embedding_bag(s.flat[i], self.whole, mode="sum")
@@ -273,7 +273,7 @@ def measure(rank: Rank, arguments: argparse.Namespace) -> None:
 
 
 def table(about: dict[str, Any]) -> str:
-    """Markdown: microseconds a step, and the ratios."""
+    """Formats Markdown: microseconds per step, and the ratios."""
     columns = [(kind, name) for kind in ("eager", "graph")
                for name in dict.fromkeys(name for row in about["rows"] for name in row[f"{kind}_us"])]  # fmt: skip
     heads = [f"{name}, {kind}" for kind, name in columns] + ["rival / ark, eager", "rival / ark, graph"]

@@ -1,19 +1,19 @@
-"""Messages from one GPU to another, by engine and size: one-way latency and throughput, as in the ARK paper's Figure 8.
+"""Measures messages from one GPU to another by engine and size: one-way latency and throughput (ARK paper, Figure 8).
 
     python benchmarks/dma.py [--engines packet bulk] [--sizes 16 8192] [--blocks 8]
 
 Engines (benchmarks/dma/channel*.cuh; one device API: put, signal, wait, flush):
-  cpu          the host waits for the kernel that made the data, copies, waits, launches the one that needs it (C-Drv)
-  proxy        a kernel asks a host thread through a ring in host memory, which starts a copy engine (G-Drv-S)
+  cpu          the host waits for the producing kernel, copies, waits, launches the consuming kernel (C-Drv)
+  proxy        a kernel writes a request into a ring in host memory; a host thread starts a copy engine (G-Drv-S)
   copy_engine  copies posted ahead on a stream, each released by a word that a kernel writes
-  store        stores of one block or several, a fence, a word
-  warp         the same by warps, each with messages of its own
+  store        stores by one or several blocks, a fence, a flag word
+  warp         the same by warps, each with its own messages
   packet       16-byte packets that carry their own epoch
-  bulk         TMA, started by one thread a block (G-Drv-H: the engine that GPU threads start)
-Latency: half a round trip inside running kernels (cpu: with the launches), the best of 1, 4 and 16 blocks. Throughput:
-a stream of messages one after the other, each told by its count, --blocks blocks (that many SMs), the best of three.
-Random data; what arrived last is compared with what was sent. A C++ program does it, compiled first (--build: only
-that).
+  bulk         TMA, started by one thread per block (G-Drv-H: GPU threads start the engine)
+Latency: half a round trip inside running kernels (cpu: including launches), the best of 1, 4 and 16 blocks.
+Throughput: a stream of messages, each signalled by its count, with --blocks blocks (one SM each), the best of three.
+Data is random, and what arrived last is compared with what was sent. A C++ program measures; it is compiled first
+(--build: only that).
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from ark_torch.tools.bench import report
 
 ENGINES = ("cpu", "proxy", "copy_engine", "store", "warp", "packet", "bulk")
 SIZES = (16, 256, 1 * KB, 4 * KB, 8 * KB, 16 * KB, 64 * KB, 256 * KB, 1 * MB, 4 * MB, 16 * MB, 64 * MB)
-GOALS = {"latency_us": 2.3, "times_cpu": 8.0, "of_copy_engine": 0.85}  # of 8 KB messages
+GOALS = {"latency_us": 2.3, "times_cpu": 8.0, "of_copy_engine": 0.85}  # for messages of 8 KB
 
 
 def run(program: Path, arguments: argparse.Namespace, seconds: float) -> tuple[list[Row], str]:
-    """Its measurements, and what went wrong."""
+    """Returns the program's measurements, and what went wrong."""
     command = dma_program.command(
         program,
         engines=",".join(arguments.engines),
@@ -59,7 +59,7 @@ def run(program: Path, arguments: argparse.Namespace, seconds: float) -> tuple[l
                 try:
                     row = json.loads(text)
                 except ValueError:
-                    break  # killed in the middle of a line
+                    break  # the process was killed in the middle of a line
                 if row.get("late"):
                     print(f"# the rest is left out: {arguments.seconds:g} s are over (--seconds)")
                     continue
@@ -100,7 +100,7 @@ def of(rows: list[Row], what: str) -> dict[str, dict[int, float]]:
 
 
 def verdicts(rows: list[Row]) -> list[str]:
-    """The issue's goals for messages of 8 KB."""
+    """Compares the figures with the goals for messages of 8 KB."""
     latency, throughput = of(rows, "latency"), of(rows, "throughput")
     size = 8 * KB
     texts = []
@@ -127,7 +127,7 @@ def verdicts(rows: list[Row]) -> list[str]:
 
 
 def table(about: dict[str, Any]) -> str:
-    """docs/performance.md's."""
+    """Formats the table in docs/performance.md."""
     lines = [on_gpus.origin(about)]
     for what, unit in (("latency", "one way, us"), ("throughput", "GB/s")):
         figures = of(about["rows"], what)
@@ -140,7 +140,7 @@ def table(about: dict[str, Any]) -> str:
 
 
 def draw(about: dict[str, Any], path: Path) -> str:
-    """Latency and throughput by size; why not, where that is so."""
+    """Draws latency and throughput by size. Returns the reason if there is no picture."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

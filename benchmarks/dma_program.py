@@ -1,6 +1,6 @@
-"""The C++ program of channels between two GPUs (benchmarks/dma): how it is compiled, and how it is started.
+"""Compiles and starts the C++ program of channels between two GPUs (benchmarks/dma).
 
-dma.py measures with it, tests/gpu/test_channels.py checks with it. It knows nothing of torch.
+dma.py measures with it, and tests/gpu/test_channels.py checks with it. It does not use torch.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 REPO = FOLDER.parent
-sys.path.insert(0, str(REPO))  # the package of this tree, installed or not
+sys.path.insert(0, str(REPO))  # this tree's package, installed or not
 
 from ark_torch import _jit  # noqa: E402
 
-# In the order in which they include each other; the package's own headers are found by their names.
+# In include order. The package's own headers are found by name.
 CHANNELS = ("store", "packet", "bulk", "copy_engine", "proxy")
 HEADERS = (
     "slots.hpp",
@@ -32,18 +32,18 @@ HEADERS = (
     "bulk_kernels.cuh",
 )
 OWN = re.compile(rf'^#(pragma once|include "({"|".join(map(re.escape, HEADERS))})")\n', re.MULTILINE)
-# What of the package the program needs: no torch.
+# The package sources that the program needs. None uses torch.
 SOURCES = ("csrc/util/*.cpp", "csrc/cuda/d*.cpp", "csrc/jit/*.cpp", "csrc/dma/*.cpp", "benchmarks/dma/*.cpp")
 
 
 def stub() -> str:
-    """The source of the kernels, as NVRTC gets it: it instantiates every channel."""
+    """Returns the source of the kernels for NVRTC, which instantiates every channel."""
     parts = [(FOLDER / "dma" / name).read_text(encoding="utf-8") for name in HEADERS]
     return OWN.sub("", "\n".join(parts))
 
 
 def build(folder: Path) -> Path:
-    """Compiles the program into the folder; CalledProcessError where that fails."""
+    """Compiles the program into the folder. Raises CalledProcessError on failure."""
     compiler = os.environ.get("CXX", "c++")
     includes = [f"-I{REPO / path}" for path in ("csrc", "ark_torch/kernels", "benchmarks/dma")]
     launcher = ["ccache"] if shutil.which("ccache") else []
@@ -63,7 +63,7 @@ def build(folder: Path) -> Path:
 
 
 def command(program: Path, **given: str) -> list[str]:
-    """What starts it, with these arguments besides where compiler, headers and cache are."""
+    """Returns the command line: these arguments, and where compiler, headers and cache are."""
     kernels = program.parent / "stub.cu"
     kernels.write_text(stub(), encoding="utf-8")
     toolkits = [path for name in ("CUDA_HOME", "CUDA_PATH") if (path := os.environ.get(name))]

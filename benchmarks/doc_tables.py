@@ -1,7 +1,7 @@
-"""What tools/renew_docs.py may put between the markers of README.md and docs/*.md: a name, and how its text is made.
+"""Names what tools/renew_docs.py can put between the markers of README.md and docs/*.md, and how to produce each text.
 
 Tables come from benchmarks/results/*.json and from the declarations of variables and options. FIGURES are single
-numbers for sentences. A name whose file is missing is an error: a document shows no figure that is not in a file.
+numbers for sentences. A name whose file is missing is an error, so that a document shows only figures from files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ark_torch.compile import options
 
 
 def _scripts(name: str) -> Any:
-    """A benchmark's module, imported when its table is made: some set variables that others do without."""
+    """Imports a benchmark's module when its table is needed, because some set environment variables on import."""
     return __import__(name)
 
 
@@ -32,7 +32,7 @@ def loop_account(load: Load, name: str) -> str:
 
 
 def real_sizes(load: Load, name: str) -> str:
-    """Without what the program beside has printed, which is long."""
+    """Leaves out the output of the `--beside` program, which is long."""
     return str(_scripts("gpu_models").table({**load(name), "beside": {}}))
 
 
@@ -62,7 +62,7 @@ def overhead(load: Load) -> str:
 
 
 def accuracy(load: Load) -> str:
-    """Of each type: cases, how many have a smaller error than Inductor's, and what comes nearest to the limit."""
+    """Shows per type: the cases, how many have a smaller error than Inductor's, and which are nearest to the limit."""
     data = load("compile_accuracy")
     lines = [
         f"{cpu_tables.origin(data)}.",
@@ -88,7 +88,7 @@ def accuracy(load: Load) -> str:
 
 
 def compression_accuracy(load: Load, name: str) -> str:
-    """Held-out loss, or test accuracy, by bits, beside exact."""
+    """Shows held-out loss or test accuracy by bits, beside exact."""
     data = load(name)
     layers, width = data["model"]["layers"], data["model"]["width"]
     if data.get("task") == "digits":
@@ -120,7 +120,7 @@ def compression_accuracy(load: Load, name: str) -> str:
 
 
 def compression_bytes(load: Load) -> str:
-    """What a rank sends a step, by what learns."""
+    """Shows the bytes that a rank sends per step, by what learns."""
     data = load("compression_bytes")
     lines = [
         "| what learns | elements that require gradients | bytes a rank and step, exact | sent |",
@@ -147,13 +147,13 @@ def resident(load: Load) -> str:
 
 
 def skeleton(load: Load) -> str:
-    """What a bare loop over the same bytes took on the machine of decode_h200.json."""
+    """The time of a bare loop over the same bytes on the machine of decode_h200.json."""
     line = next(line for line in load("decode_h200")["beside"]["lines"] if "2 run-ahead, 1 step" in line)
     return f"{float(line.partition('launch: ')[2].partition(' us')[0]) / 1e3:.3f}"
 
 
 def passes() -> str:
-    """The compiler's pipeline as it runs (csrc/compiler/passes/pipeline.cpp)."""
+    """The compiler's pipeline as it is in csrc/compiler/passes/pipeline.cpp."""
     from ark_torch import _C
 
     lines = ["| pass | for | what holds afterwards |", "| --- | --- | --- |"]
@@ -291,7 +291,7 @@ FIGURES: dict[str, Callable[[Load], str]] = {
 
 
 class Parts(Mapping[str, str]):
-    """Name -> text, made when it is asked for."""
+    """Maps a name to its text, which is produced on access."""
 
     def __init__(self, results: Path) -> None:
         self._makers = TABLES | FIGURES

@@ -1,25 +1,25 @@
 #!/usr/bin/env bash
-# What is run where there are four GPUs (or eight), part by part, inside a limit of time.
+# Runs all benchmarks and tests for four GPUs (or eight), part by part, within a time limit.
 #
 #   RANKS=4 SECONDS_ALL=570 benchmarks/four_gpus.sh [FOLDER] [PART ...]
 #
-# A part that has ended leaves FOLDER/PART.done and is not begun again: call the script with the same folder until
-# every part has ended. What fails is said, leaves FOLDER/PART.log and does not stop the others. The package must be
-# installed. DEVICE=cpu runs the benchmarks on CPU ranks, small, to see that they work. Parts, in their order:
+# A completed part leaves FOLDER/PART.done and is not run again: repeat the call with the same folder until every part
+# is done. A failed part is reported and leaves FOLDER/PART.log; the others still run. The package must be installed.
+# DEVICE=cpu runs the benchmarks on CPU ranks with small sizes, to test them. Parts, in their order:
 #
 #   tune         ark tune --cuda: the dispatch table of this machine, FOLDER/dispatch.json
 #   dispatch     all_reduce by each engine, alone and beside products
 #   collectives  every collective against NCCL and PyTorch's symmetric memory, in graphs and eager
 #   interference the default all_reduce and all_gather beside products
 #   decode       a step of Llama 1B, tensor parallel, against Inductor and eager over NCCL
-#   account      where such a step's time goes, and its picture for Perfetto
+#   account      where the time of that step goes, and its timeline for Perfetto
 #   training     GPT-2 XL: one graph, DDP, FSDP2
-#   products     products with a collective in them
+#   products     products fused with a collective
 #   embedding    pooled embeddings with their all-to-all
 #   moe          mixtures of experts: dispatch, experts, combine
-#   pipeline     a pipeline-parallel step, a stage on each GPU
+#   pipeline     a pipeline-parallel step, one stage per GPU
 #   dlrm         a whole step of a DLRM
-#   tests:i/n    every n-th test of tests/gpu, from the i-th on
+#   tests:i/n    every n-th test of tests/gpu, starting with the i-th
 set -u
 cd "$(dirname "$0")/.."
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 PYTHONUNBUFFERED=1
@@ -38,7 +38,7 @@ BEGUN=$(date +%s)
 
 left() { echo $((LIMIT - $(date +%s) + BEGUN)); }
 
-# --seconds of a benchmark: at most so many, and no more than are left.
+# --seconds of a benchmark: at most $1, and no more than are left.
 at_most() {
   local rest
   rest=$(($(left) - 15))
@@ -104,7 +104,7 @@ for PART in "${PARTS[@]}"; do
     continue
   fi
   at=$(date +%s)
-  # SIGINT first: pytest then still says what has failed.
+  # SIGINT first, so that pytest still reports failures.
   export -f run_part benchmark left at_most
   export PART FOLDER RANKS DEVICE PYTHON LIMIT BEGUN SMALL never
   timeout -s INT -k 10 "$(($(left) - 12))" bash -c run_part >"$FOLDER/$name.log" 2>&1

@@ -1,21 +1,21 @@
-"""Communication fused into the computation that makes it, against the two one after the other.
+"""Compares communication fused into the computation that produces it with the two run one after the other.
 
     python benchmarks/fused.py --ranks 2 [--shapes T8-D128-L32-B1024] [--device cpu]
 
-Pooled embeddings with their all-to-all: T tables a rank of D columns (bfloat16; float32 on CPU), bags of L random rows,
-B samples a rank; each rank ends with [B, all tables, D] of its own samples. Ways:
+Pooled embeddings with their all-to-all: T tables per rank with D columns (bfloat16; float32 on CPU), bags of L random
+rows and B samples per rank. Each rank ends with [B, all tables, D] of its own samples. Ways:
 
 eager_nccl     F.embedding_bag over all of the rank's tables at once, all_to_all_single, permute (Gloo on CPU)
 inductor_nccl  the same through torch.compile
-pool           ark's own kernel, every bag on this rank: no communication
-pool_ark       the same, then all_to_all_single of ark's group, permute
+pool           ark's own kernel for all bags of this rank, without communication
+pool_ark       pool, then all_to_all_single of ark's group, permute
 pool_nccl      the same over NCCL
 fused          ark_torch.ops.embedding_bag_all_to_all
 compiled_ark   F.embedding_bag of each table, stack, all_to_all_single, permute through torch.compile(backend="ark")
-fused_step     forward and backward of it (gradients of the tables are dense); eager_step: as eager_nccl
+fused_step     fused forward and backward (dense gradients of the tables); eager_step: the same of eager_nccl
 
-On GPUs each way is captured in a CUDA graph of two calls with different indices and replayed back to back; a figure is
-the median over rounds of the slowest rank's time for a call. Results are compared: fused with pool_ark to the bit, with
+On GPUs each way is captured in a CUDA graph of two calls with different indices and replayed back to back. A figure is
+the median over rounds of the slowest rank's time per call. Results are compared: fused with pool_ark bit for bit, with
 the others within rounding.
 """
 
@@ -41,7 +41,7 @@ from ark_torch.ops import embedding_bag_all_to_all
 
 SHAPES = ("T8-D128-L32-B1024", "T8-D128-L32-B4096", "T32-D128-L8-B8192", "T32-D256-L32-B4096")
 ROWS = 100_000
-CALLS = 2  # of a graph
+CALLS = 2  # per graph
 WINDOW_US = 20_000.0
 Call = Callable[[int], Tensor]
 
@@ -143,7 +143,7 @@ class Embedding:
 
 
 def captured(call: Call) -> tuple[Callable[[], Any], list[Tensor]]:
-    """Both calls in one graph; what replays it, and what they gave."""
+    """Captures both calls in one graph. Returns its replay and the output tensors."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, capture_error_mode="relaxed"):
@@ -152,7 +152,7 @@ def captured(call: Call) -> tuple[Callable[[], Any], list[Tensor]]:
 
 
 def timed(rank: Rank, run: Callable[[], Any], rounds: int) -> list[float]:
-    """Microseconds of a call, a round each."""
+    """Returns microseconds per call, one figure per round."""
     cuda = rank.device.type == "cuda"
 
     def once(times: int) -> float:
@@ -164,7 +164,7 @@ def timed(rank: Rank, run: Callable[[], Any], rounds: int) -> list[float]:
             return (time.perf_counter() - began) / times / CALLS * 1e6
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
-        run()  # brings the ranks together
+        run()  # synchronizes the ranks
         begin.record()
         for _ in range(times):
             run()
@@ -256,7 +256,7 @@ def measure(rank: Rank, arguments: argparse.Namespace) -> None:
 
 
 def table(about: dict[str, Any]) -> str:
-    """Markdown: microseconds a call, and the ratios of the goals."""
+    """Formats Markdown: microseconds per call, and the ratios of the goals."""
     names = list(dict.fromkeys(name for row in about["rows"] for name in row["us"]))
     lines = [on_gpus.origin(about), "", "| shape | " + " | ".join(names) + " | rival / fused | fused / pool | fused / "
              "pool_ark |", "| --- " * (len(names) + 4) + "|"]  # fmt: skip

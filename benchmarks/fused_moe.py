@@ -1,27 +1,27 @@
-"""A mixture of experts in expert parallelism, against all-to-alls and grouped products one after the other.
+"""Compares ark's expert-parallel mixture of experts with all-to-alls and grouped products one after the other.
 
     python benchmarks/fused_moe.py --ranks 2 [--shapes E8-K2-1024x4096-T16] [--device cpu]
 
-E experts (of all ranks), K choices a token, dim x ffn, T tokens a rank; gated SiLU, bfloat16 (float32 on CPU); choices
-are drawn evenly, weights are softmaxed. Ways:
+E experts over all ranks, K choices per token, dim x ffn, T tokens per rank; gated SiLU, bfloat16 (float32 on CPU).
+Choices are uniform, weights go through a softmax. Ways:
 
-experts        PyTorch's products of this rank's experts alone, on as many rows for each, which are there
+experts        PyTorch's products of this rank's experts alone, with the same number of local rows for each
 experts_ark    the same by torch.ops.ark.moe_experts
 eager_nccl     tokens sorted by expert, all_to_all_single of counts and rows, torch._grouped_mm (off Hopper and on CPU
                a loop over experts), all_to_all_single, index_add_; the host reads the counts (Gloo on CPU)
-even_nccl      the same where all counts are known: as many rows for each expert (one at least), so that no host waits
-               and a graph can hold it
+even_nccl      the same with known counts: the same number of rows for each expert (at least one), so that the host
+               need not wait and a graph can contain it
 inductor_nccl  even_nccl through torch.compile
 dispatch       ark_torch.ops.moe_dispatch and moe_combine with nothing in between
 pieces         moe_dispatch, torch.ops.ark.moe_experts, moe_combine
 layer          ark_torch.ops.moe_layer
-step           moe_layer forward and backward; eager_step: eager_nccl's
+step           moe_layer forward and backward; eager_step: the same of eager_nccl
 
-On GPUs each way is captured in a CUDA graph of two calls with different tokens and replayed back to back (eager_nccl
-cannot be); a figure is the median over rounds of the slowest rank's time for a call. `eager_us`: the same calls outside
-of a graph. Choices of the even ways are others than drawn ones, of the same number. Results of layer and pieces are
-compared with eager_nccl's within rounding, each graph's with its own eager result to the bit. A way that cannot be
-captured or does not run has its error in `failed`.
+On GPUs each way but eager_nccl is captured in a CUDA graph of two calls with different tokens and replayed back to
+back. A figure is the median over rounds of the slowest rank's time per call. `eager_us`: the same calls outside of a
+graph. The even ways use other choices than the random ones, but as many. Results of layer and pieces are compared with
+eager_nccl's within rounding, and each graph's with its own eager result bit for bit. A way that cannot be captured or
+does not run has its error in `failed`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SIZES = ("1024x4096", "2048x8192", "1024x16384")
 TOKENS = (1, 4, 16, 64, 384, 1024, 4096)
 SHAPES = tuple(f"E8-K2-{sizes}-T{tokens}" for sizes in SIZES for tokens in TOKENS)
 OURS = ("dispatch", "pieces", "layer", "step")
-OTHERS = ("experts", "experts_ark", "eager_step")  # no rivals
+OTHERS = ("experts", "experts_ark", "eager_step")  # without rivals
 
 
 class Mixture:
@@ -77,7 +77,8 @@ class Mixture:
         self.w1 = (draw(self.local, 2 * self.ffn, self.dim) * self.dim**-0.5).to(self.dtype)
         self.w2 = (draw(self.local, self.dim, self.ffn) * self.ffn**-0.5).to(self.dtype)
         self.bound = {"max_tokens": self.tokens}
-        # Even: choice i of all is for expert i; as many for each, the last ones for nobody where they do not divide.
+        # Even: choice i goes to expert i, the same number for each. If they do not divide evenly, the last ones go
+        # nowhere.
         self.share = -(-self.tokens * self.k // self.experts)
         self.even_ends = torch.arange(1, self.local + 1, device=rank.device, dtype=torch.int32) * (
             self.share * self.world
@@ -174,7 +175,7 @@ class Mixture:
 
 
 def measured(rank: Rank, call: Call, rounds: int, row: Row, name: str) -> Tensor | None:
-    """The way's figures into the row; its last result. All ranks learn of an error of one."""
+    """Adds the way's figures to the row and returns its last result. An error on one rank is reported to all."""
     graphed = rank.device.type == "cuda" and not name.startswith("eager_")
     problem, run, eager, outs = "", None, [], None
     try:
@@ -250,7 +251,7 @@ def measure(rank: Rank, arguments: argparse.Namespace) -> None:
 
 
 def table(about: dict[str, Any]) -> str:
-    """Markdown: microseconds a call, in a graph where there is one; and the ratios of the goals."""
+    """Formats Markdown: microseconds per call, in a graph where there is one, and the ratios of the goals."""
     rows = [row | {"us": row["eager_us"] | row["us"]} for row in about["rows"]]
     names = list(dict.fromkeys(name for row in rows for name in row["us"]))
     ratios = ("faster_than_rival", "faster_than_rival_eager", "of_experts")

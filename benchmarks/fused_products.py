@@ -1,24 +1,24 @@
-"""Products with a collective in them, against the two one after the other.
+"""Compares matrix products fused with a collective with the two run one after the other.
 
     python benchmarks/fused_products.py --ranks 2 [--shapes all_reduce-1x4096x8192] [--device cpu]
 
-A linear layer in tensor parallelism, rows x depth x columns of a rank's product, bfloat16 (float32 on CPU): linear and
+A tensor-parallel linear layer, rows x depth x columns of a rank's product, bfloat16 (float32 on CPU): linear and
 all_reduce, linear and reduce_scatter (rows: of the product), all_gather and linear (rows: of the product, so of all
-ranks). The weights of Llama 8B and 70B are split over two ranks. Ways:
+ranks). The shapes are those of Llama 8B and 70B, split over two ranks. Ways:
 
 product        torch.mm alone
 eager_nccl     torch.mm and the collective of NCCL (Gloo on CPU)
 inductor_nccl  the same through torch.compile
 symm_mem       PyTorch's symmetric memory: torch.ops.symm_mem.fused_matmul_reduce_scatter, fused_all_gather_matmul; for
-               all_reduce torch.mm into symmetric memory and its one-shot, from 256 KB its two-shot all-reduce
-unfused        ark_torch.ops, torch.mm and ark's collective
-fused          ark_torch.ops, one kernel
-default        ark_torch.ops, whichever it chooses
-compiled       torch.compile(backend="ark") of the same code as inductor_nccl, over ark: what finds the operators
+               all_reduce torch.mm into symmetric memory and its one-shot all-reduce (from 256 KB two-shot)
+unfused        ark_torch.ops: torch.mm and ark's collective
+fused          ark_torch.ops: one kernel
+default        ark_torch.ops: the form that it chooses
+compiled       the code of inductor_nccl over ark by torch.compile(backend="ark"), which finds the operators
 
-On GPUs each way is captured in a CUDA graph of two calls with different matrices and replayed back to back; a figure is
-the median over rounds of the slowest rank's time for a call. `eager_us`: the same calls outside of a graph. Results are
-compared with eager_nccl's within rounding, and each graph's with its own eager result to the bit. A way that cannot be
+On GPUs each way is captured in a CUDA graph of two calls with different matrices and replayed back to back. A figure is
+the median over rounds of the slowest rank's time per call. `eager_us`: the same calls outside of a graph. Results are
+compared with eager_nccl's within rounding, and each graph's with its own eager result bit for bit. A way that cannot be
 captured or does not run has its error in `failed`.
 """
 
@@ -138,7 +138,7 @@ class Product:
 
 
 def measured(rank: Rank, call: Call, rounds: int, row: Row, name: str) -> Tensor | None:
-    """The way's figures into the row; its last result. All ranks learn of an error of one."""
+    """Adds the way's figures to the row and returns its last result. An error on one rank is reported to all."""
     cuda = rank.device.type == "cuda"
     problem, run, eager, outs = "", None, [], None
     try:
@@ -213,7 +213,7 @@ def measure(rank: Rank, arguments: argparse.Namespace) -> None:
 
 
 def table(about: dict[str, Any]) -> str:
-    """Markdown: microseconds a call, and the ratios of the goals."""
+    """Formats Markdown: microseconds per call, and the ratios of the goals."""
     rows = [row | {"us": row["us"] or row["eager_us"]} for row in about["rows"]]
     names = list(dict.fromkeys(name for row in rows for name in row["us"]))
     lines = [on_gpus.origin(about), "", "| shape | " + " | ".join(names) + " | rival / ark | product / ark |",

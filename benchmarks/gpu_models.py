@@ -1,15 +1,15 @@
-"""What decode.py and compile_models.py measure with --device cuda: models at their real sizes on one GPU.
+"""Measures models at their real sizes on one GPU, for decode.py and compile_models.py with --device cuda.
 
-Contenders run the same model on the same inputs and take turns, some calls one after the other, so that what changes on
-the machine hits all alike; times are between CUDA events of neighbouring calls. "graph": the call captured in a CUDA
-graph by hand, which torch.compile's modes without graphs need to be quick; mode="max-autotune" makes graphs of its own.
-Errors are relative to the model in float64. Compile times are of fresh processes: cold, with an empty cache, and again
-with what the first one left.
+Contenders run the same model on the same inputs. They take turns of a few calls each, so that drift of the machine
+affects all equally. Times are between CUDA events of neighbouring calls. "graph": the call captured in a CUDA graph by
+hand, which torch.compile's modes without graphs need to be fast; mode="max-autotune" makes its own graphs. Errors are
+relative to the model in float64. Compile times are of fresh processes: cold with an empty cache, then again with what
+the first one cached.
 
---beside PROGRAM runs another program, too, and keeps what it prints: a bare loop over the same bytes, say, which tells
-what this very machine allows.
+--beside PROGRAM also runs another program and keeps its output, for example a bare loop over the same bytes, which
+shows the limit of this machine.
 
-With --device as-cuda all of it runs on the CPU with small models, to see that it works.
+--device as-cuda runs all of it on the CPU with small models, to test the benchmark itself.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ Row = dict[str, Any]
 WAYS = ("eager", "ark", "inductor", "inductor, max-autotune", 'inductor, mode="max-autotune"')
 MODES = {WAYS[3]: "max-autotune-no-cudagraphs", WAYS[4]: "max-autotune"}
 OWN_GRAPHS = WAYS[4]
-CHOSEN = "ark, default"  # what backend="ark" chooses by itself; of several ranks
+CHOSEN = "ark, default"  # with several ranks: the default choice of backend="ark"
 TYPES = ("float32", "float16", "bfloat16")
-CALLS = 12  # of each contender in a turn; the first two do not count
+CALLS = 12  # per contender and turn; the first two do not count
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,14 +89,14 @@ def finish(device: torch.device) -> None:
 
 
 def captured(step: Step) -> Step:
-    """Its replay, which keeps the step, and so the parameters that it reads."""
+    """Returns the graph's replay. It keeps `step` alive, and so the parameters that the graph reads."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for _ in range(3):
             step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's threads look after their work meanwhile
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's threads may call the driver meanwhile
         step()
 
     def replay(_alive: Step = step) -> None:
@@ -106,7 +106,7 @@ def captured(step: Step) -> Step:
 
 
 def in_turns(steps: dict[str, Step], turns: int, device: torch.device) -> dict[str, dict[str, float]]:
-    """Of each: median, 10th and 90th percentile of the microseconds from one call's end to the next one's."""
+    """Returns for each: median, 10th and 90th percentile of the microseconds from the end of one call to the next."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(turns):
         for name, step in steps.items():
@@ -136,7 +136,7 @@ def on_host(step: Step) -> list[float]:
 
 @contextlib.contextmanager
 def until(ends: float) -> Iterator[None]:
-    """Interrupts what is still at work then."""
+    """Interrupts work that is still running at `ends`."""
 
     def interrupt(*_: Any) -> None:
         raise TimeoutError("the time that --seconds allows is over")
@@ -177,7 +177,7 @@ def measured(name: str, dtype: torch.dtype | None, arguments: argparse.Namespace
             with until(ends):
                 step()
                 finish(device)
-        except Exception:  # of its own making, where the compiler was interrupted
+        except Exception:  # raised by the compiler because it was interrupted
             if time.time() < ends:
                 raise
             row["left_out"].append(way)
@@ -185,7 +185,7 @@ def measured(name: str, dtype: torch.dtype | None, arguments: argparse.Namespace
         row["first_call_seconds"][way] = time.perf_counter() - begin
         if way == "ark":
             row |= made_of(told)
-        if way != OWN_GRAPHS:  # its results are gone with the next call
+        if way != OWN_GRAPHS:  # the next call overwrites its results
             row["error"][way] = exactness.error(case.run(call, kind), wanted)
         if way in ("eager", "ark", OWN_GRAPHS) or device.type == "cpu":
             steps[way] = step
@@ -206,8 +206,7 @@ def made_of(told: Report) -> Row:
 
 
 def compile_seconds(name: str, arguments: argparse.Namespace) -> Row:
-    """Of two processes one after the other on one cache folder; torch's own caches are off, and ark asks NVRTC to keep
-    nothing either."""
+    """Times two processes on one cache folder, one after the other. torch's own caches are off, and NVRTC's too."""
     found = {}
     with tempfile.TemporaryDirectory(prefix="ark-bench-") as cache:
         for when in ("cold", "cached"):
@@ -225,13 +224,13 @@ def compile_once(arguments: argparse.Namespace) -> None:
 
 
 def surroundings(arguments: argparse.Namespace) -> dict[str, Any]:
-    import on_gpus  # not before: it sets variables that ranks on a CPU do without
+    import on_gpus  # not at the top: it sets environment variables that CPU ranks must not have
 
     return on_gpus.surroundings(device_of(arguments).type)
 
 
 def beside(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the other program says, line by line."""
+    """Returns the output lines of the --beside program."""
     if not arguments.beside:
         return {}
     done = subprocess.run([arguments.beside], stdout=subprocess.PIPE, text=True, check=True, timeout=60)
@@ -239,12 +238,12 @@ def beside(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def slug(device: str) -> str:
-    """h200 of NVIDIA H200; the CPU's rehearsal is nobody's."""
+    """Returns "h200" for an NVIDIA H200, "rehearsal" for runs on the CPU."""
     return torch.cuda.get_device_name(0).split()[1].lower() if device == "cuda" else "rehearsal"
 
 
 def main(name: str, chosen: list[tuple[str, torch.dtype | None]], arguments: argparse.Namespace) -> int:
-    """Measures them, prints the table, writes `name`_h200.json."""
+    """Measures the models, prints the table and writes `name`_h200.json."""
     if arguments.compile_once:
         compile_once(arguments)
         return 0
@@ -268,7 +267,7 @@ def main(name: str, chosen: list[tuple[str, torch.dtype | None]], arguments: arg
     return 0
 
 
-# The table of docs/performance.md.
+# The table in docs/performance.md.
 
 
 def table(about: dict[str, Any]) -> str:

@@ -1,9 +1,9 @@
-"""One rank of a benchmark on GPUs: what ranks tell each other, and the groups that they make to compare.
+"""One rank of a benchmark on GPUs: exchange of values between ranks, and the groups to compare.
 
-Ranks compare notes over Gloo (the group `control`), which leaves the GPUs alone, so that nothing of it stands in a
-figure; values are drawn from seeds, so that every rank knows what the others sent. Groups: ark, with environment
-variables or a dispatch rule of its own for variants, and its rival, NCCL with a policy, or Gloo on CPU tensors. NVLink
-multicast is off for all; that is set here, before any of them is made.
+Ranks exchange values over Gloo (the group `control`), which does not use the GPUs and so does not affect the figures.
+Tensors are drawn from seeds, so that every rank knows what the others sent. Groups: ark, optionally with its own
+environment variables or dispatch rule, and its rival: NCCL with a policy, or Gloo on CPU tensors. NVLink multicast is
+off for all. This module turns it off on import, before any group exists.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 os.environ["NCCL_NVLS_ENABLE"] = "0"
 os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package of this tree, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this tree's package, installed or not
 
 import torch
 import torch.distributed as dist
@@ -41,13 +41,13 @@ class Rank:
     rank: int
     ranks: int
     device: torch.device
-    ends: float  # by time.time()
+    ends: float  # a time.time() value
     rows: Path
     control: Any = None
     skipped: int = 0
 
     def time_for(self, seconds: float) -> bool:
-        """Whether so much time is left; all ranks get rank 0's answer."""
+        """Returns whether that much time is left. All ranks get rank 0's answer."""
         answer = [time.time() + seconds < self.ends]
         dist.broadcast_object_list(answer, 0, group=self.control)
         self.skipped += not answer[0]
@@ -57,13 +57,13 @@ class Rank:
         dist.barrier(group=self.control)
 
     def share(self, value: Any) -> list[Any]:
-        """Every rank's value."""
+        """Returns every rank's value."""
         values: list[Any] = [None] * self.ranks
         dist.all_gather_object(values, value, group=self.control)
         return values
 
     def slowest(self, rounds: list[float]) -> float:
-        """Median over rounds of the slowest rank."""
+        """Returns the median over rounds of the slowest rank's time."""
         return statistics.median(max(times) for times in zip(*self.share(rounds), strict=True))
 
     def write(self, row: Row) -> None:
@@ -76,7 +76,7 @@ class Rank:
             print(text, flush=True)
 
     def random(self, *shape: int, source: int | None = None, scale: float = 1.0) -> torch.Tensor:
-        """bfloat16 values that any rank can draw again: `source` says whose they are."""
+        """Draws bfloat16 values that any rank can reproduce: `source` is the rank that owns them."""
         seed = 1 + (self.rank if source is None else source)
         generator = torch.Generator(device=self.device).manual_seed(seed)
         return (torch.randn(*shape, generator=generator, device=self.device) * scale).to(torch.bfloat16)
@@ -88,7 +88,7 @@ class Rank:
 
 # --- groups ------------------------------------------------------------------------------------------------------
 
-EFFICIENCY, ZERO = 1, 2  # NCCL_CTA_POLICY_*: fewer SMs; none where copy engines can do it
+EFFICIENCY, ZERO = 1, 2  # NCCL_CTA_POLICY_*: fewer SMs; no SMs where copy engines suffice
 
 
 @contextlib.contextmanager
@@ -106,7 +106,7 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
 
 
 def first_call(rank: Rank, group: Any) -> Any:
-    """Ranks of a group meet, and memory is shared, at the first call."""
+    """Connects the ranks of a group and shares memory, which happens at the first call."""
     dist.all_reduce(torch.ones(1, device=rank.device), group=group)
     if rank.device.type == "cuda":
         torch.cuda.synchronize()
@@ -126,7 +126,7 @@ def ark_group(rank: Rank, given: dict[str, str] | None = None) -> Any:
 
 
 def rival_group(rank: Rank, policy: int | None = None) -> Any:
-    """NCCL, or Gloo on CPU tensors."""
+    """Returns a group of NCCL, or of Gloo on CPU tensors."""
     if rank.device.type == "cpu":
         return first_call(rank, dist.new_group(backend="gloo"))
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)

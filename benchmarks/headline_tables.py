@@ -1,6 +1,6 @@
-"""The three tables of the README: five rows each, rows that ark loses among them, and what they were measured on.
+"""Formats the three tables of the README: five rows each, including rows that ark loses, and the conditions.
 
-Every figure is one of benchmarks/results/*.json; docs/performance.md has the whole tables.
+Every figure comes from benchmarks/results/*.json. docs/performance.md has the complete tables.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ KB, MB = 1 << 10, 1 << 20
 
 
 def medians(row: Row) -> dict[str, float]:
-    """Contender -> milliseconds; the contenders of one row of gpu_models.py."""
+    """Maps the contenders of one row of gpu_models.py to milliseconds."""
     return {name: times["median"] / 1e3 for name, times in row["microseconds"].items()}
 
 
 def of_ranks(data: dict[str, Any], ranks: int) -> dict[str, float]:
-    """The same from the rows of decode_ranks.py."""
+    """Same as medians(), for the rows of decode_ranks.py."""
     return {row["contender"]: row["microseconds"]["median"] / 1e3 for row in data["rows"] if row["ranks"] == ranks}
 
 
@@ -28,7 +28,7 @@ def best(times: dict[str, float], prefix: str) -> float:
 
 
 def only(data: dict[str, Any], **wanted: Any) -> Row:
-    """The one row with these values."""
+    """Returns the only row with these values."""
     found = [row for row in data["rows"] if all(row.get(key) == value for key, value in wanted.items())]
     if len(found) != 1:
         raise LookupError(f"{len(found)} rows have {wanted}")

@@ -1,17 +1,16 @@
-"""What collectives cost the computation beside them, and it them: matrix products on one stream, collectives on
-another.
+"""Measures how collectives and computation slow each other down: matrix products on one stream, collectives on another.
 
     python benchmarks/interference.py --ranks 2 [--operations all_reduce] [--megabytes 64] [--contenders ark nccl]
 
 Products are 4096^3 in bfloat16. Collectives of 25 MB (DDP's default bucket), 64 and 256 MB are called eagerly, one
-after the other, on a stream of high priority. Both streams are filled before they start, which is at the end of a first
-collective: that brings the ranks together. Slowdowns compare the time of one, while both streams were busy, with its
-time alone; `together` is the time until a fixed amount of both is done (the same for all contenders), `sooner` NCCL's
-by this contender's. All contenders take turns; a figure is the median over rounds of the slowest rank's. Values are
-random; every all_reduce doubles them (on two ranks), and the result of the whole stream is checked, ark's to the bit.
+after the other, on a high-priority stream. Both streams are filled before they start. They start at the end of a first
+collective, which synchronizes the ranks. A slowdown compares the time of one while both streams were busy with its time
+alone. `together` is the time until a fixed amount of both is done (the same for all contenders), and `sooner` is NCCL's
+divided by this contender's. Contenders take turns; a figure is the median over rounds of the slowest rank's. Values are
+random. On two ranks every all_reduce doubles them, and the final result is checked, ark's bit for bit.
 
-Contenders: ark, and ark_NAME for each --ark NAME:VARIABLE=VALUE; ark_registered where the package registers memory;
-nccl (plain tensors, its default policy); nccl_registered, nccl_efficiency and nccl_zero (registered windows, CTA policy
+Contenders: ark, and ark_NAME for each --ark NAME:VARIABLE=VALUE; ark_registered if the package registers memory; nccl
+(plain tensors, its default policy); nccl_registered, nccl_efficiency and nccl_zero (registered windows, CTA policy
 default, efficiency, zero); symm (PyTorch's symmetric memory: two-shot all-reduce, low-contention all-gather).
 """
 
@@ -36,11 +35,11 @@ from interference_streams import Bench, Run  # noqa: F401  (Run: what Bench.run 
 from on_gpus import MB, Rank, Row
 
 OPERATIONS = ("all_reduce", "all_gather")
-CHOICES = (*OPERATIONS, "all_gather_in_place")  # FSDP's: each rank's part lies where it belongs already
+CHOICES = (*OPERATIONS, "all_gather_in_place")  # as in FSDP: each rank's part is already in its place
 
 
 def amounts(bench: Bench, rival: Contender, window_us: float) -> tuple[int, int]:
-    """Products and collectives that alone take the window each, the rival's; equal on all ranks."""
+    """Returns how many products and collectives of the rival fill the window alone. Equal on all ranks."""
     rank = bench.rank
     alone = bench.run(20, None, 0)
     calibration = bench.run(0, rival, 8)
@@ -51,9 +50,9 @@ def amounts(bench: Bench, rival: Contender, window_us: float) -> tuple[int, int]
 
 
 def compare(bench: Bench, contenders: list[Contender], arguments: argparse.Namespace) -> list[Row]:
-    """All contenders for one operation and size, in turns."""
+    """Compares all contenders for one operation and size, in turns."""
     rank = bench.rank
-    for contender in contenders:  # whatever a first call does
+    for contender in contenders:  # keeps first-call costs out of the figures
         bench.run(2, contender, 2)
     rival = next(contender for contender in contenders if contender.name in RIVALS)
     products, collectives = amounts(bench, rival, arguments.window_ms * 1e3)
@@ -61,7 +60,7 @@ def compare(bench: Bench, contenders: list[Contender], arguments: argparse.Names
     taken: dict[str, dict[str, list[float]]] = {c.name: {key: [] for key in keys} for c in contenders}
     wrong = {c.name: 0 for c in contenders}
     products_alone: list[float] = []
-    for turn in range(arguments.rounds + 1):  # the first one warms up
+    for turn in range(arguments.rounds + 1):  # the first one is a warm-up
         alone = bench.run(products, None, 0)
         if turn:
             products_alone.append(alone.each(alone.products))
@@ -124,7 +123,7 @@ HEADING = (
 
 
 def bus(row: Row) -> float:
-    """nccl-tests' bus bandwidth, alone."""
+    """Returns nccl-tests' bus bandwidth, without computation."""
     share = (row["ranks"] - 1) / row["ranks"] * (2 if row["operation"] == "all_reduce" else 1)
     return float(row["bytes"] / row["alone_us"] * 1e-3 * share)
 
@@ -138,7 +137,7 @@ def line(row: Row) -> str:
 
 
 def table(about: dict[str, Any]) -> str:
-    """docs/performance.md's."""
+    """Formats the table in docs/performance.md."""
     lines = [
         on_gpus.origin(about),
         "",

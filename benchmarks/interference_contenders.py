@@ -1,8 +1,9 @@
-"""Who carries the collectives of benchmarks/interference.py: groups, and one operation of one size on each.
+"""The contenders of benchmarks/interference.py: groups, and one operation of one size on each.
 
-A contender has tensors of its own, in the memory that its kind wants (plain, registered with ark, NCCL's windows,
-symmetric memory), a call without arguments, and knows what its result must be after so many calls. One that a version
-or machine lacks is left out, on all ranks alike, and named on standard error; NCCL (Gloo on the CPU) and ark never are.
+A contender has its own tensors in the memory that its kind requires (plain, registered with ark, NCCL's windows,
+symmetric memory) and a call without arguments. It knows the expected result after a number of calls. A contender that
+the version or machine lacks is left out on all ranks and named on standard error. NCCL (Gloo on CPU) and ark are
+required.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ import torch
 import torch.distributed as dist
 from gpu_ranks import EFFICIENCY, ZERO, Rank, ark_group, rival_group
 
-SMALLEST = 2.0**-100  # what the values start with: an all_reduce makes them grow
+SMALLEST = 2.0**-100  # initial values are small, because every all_reduce makes them grow
 RIVALS = ("nccl", "gloo")
 
 
 def most_calls(ranks: int) -> int:
-    """How often values of SMALLEST may be added up before they overflow."""
+    """Returns how many all_reduces of values of SMALLEST are possible before they overflow."""
     return int(200 / math.log2(ranks)) - 1 if ranks > 1 else 100
 
 
 class Contender:
-    """One way to carry an operation of `count` elements (a rank's whole side of it), on tensors of its own."""
+    """One way to run an operation of `count` elements (a rank's whole side of it), on its own tensors."""
 
     def __init__(self, name: str, rank: Rank, group: Any, operation: str, count: int) -> None:
         self.name, self.rank, self.group, self.operation, self.count = name, rank, group, operation, count
@@ -36,10 +37,10 @@ class Contender:
         if in_place and not part:
             self.whole = self.allocate(count)
             self.part = self.whole.chunk(rank.ranks)[rank.rank]
-        elif name == "symm" and part:  # it makes its result itself
+        elif name == "symm" and part:  # allocates its own result
             self.whole, self.part = torch.empty(0, dtype=torch.bfloat16, device=rank.device), self.allocate(part)
         else:
-            both = self.allocate(count + part)  # one piece, so that a window holds all of it
+            both = self.allocate(count + part)  # one piece, so that one window covers all of it
             self.whole, self.part = both[:count], both[count:]
         self.call = self.make_call()
 
@@ -93,7 +94,7 @@ class Contender:
             self.part.copy_(self.rank.random(self.part.numel()))
 
     def wrong(self, calls: int) -> int:
-        """Elements that are not what so many calls make of renewed tensors."""
+        """Counts elements that differ from the expected result of that many calls on renewed tensors."""
         if self.operation != "all_reduce":
             parts = [self.rank.random(self.part.numel(), source=r) for r in range(self.rank.ranks)]
             return int((self.whole.view(torch.int16) != torch.cat(parts).view(torch.int16)).sum())
@@ -106,7 +107,7 @@ class Contender:
         exact = ranks & (ranks - 1) == 0 and (ranks == 2 or self.name.startswith("ark"))
         if exact:
             return int((self.whole.view(torch.int16) != expected.view(torch.int16)).sum())
-        # Other orders of summation: an error of one rounding a call, of the largest partial sum.
+        # Rivals add in other orders: allow one rounding error of the largest partial sum per call.
         allowed = ranks * SMALLEST * grown * (2**-6 if ranks & (ranks - 1) == 0 else 2**-6 * calls)
         return int(((self.whole.float() - expected.float()).abs() > allowed).sum())
 
@@ -119,7 +120,7 @@ class Contender:
 
 
 def make_groups(rank: Rank, arguments: argparse.Namespace) -> dict[str, Any]:
-    """A group for each contender that is asked for and can be here; all ranks get the same."""
+    """Creates a group for each requested contender that is available. All ranks get the same set."""
     rival = "nccl" if rank.device.type == "cuda" else "gloo"
     makers: dict[str, Callable[[], Any]] = {rival: lambda: rival_group(rank)}
     makers["ark"] = lambda: ark_group(rank)
@@ -137,7 +138,7 @@ def make_groups(rank: Rank, arguments: argparse.Namespace) -> dict[str, Any]:
             continue
         try:
             groups[name] = make()
-        except (RuntimeError, AttributeError, ImportError) as error:  # this version has it not: on all ranks alike
+        except (RuntimeError, AttributeError, ImportError) as error:  # not in this version, on any rank
             if name in (rival, "ark"):
                 raise
             rank.warn(f"left out: {name}: {str(error).splitlines()[0]}")

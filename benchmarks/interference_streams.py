@@ -1,8 +1,8 @@
-"""Streams of benchmarks/interference.py: products on one, collectives on another, and when each call was done.
+"""The streams of benchmarks/interference.py: products on one, collectives on another, and when each call ended.
 
-Both are filled while a gate holds them and start at the end of a first collective, which brings the ranks together;
-calls are issued in the order in which they should end, so that neither waits for the host. On the CPU there are no
-streams: everything happens in the order of the calls, and the same code runs with stand-ins.
+A gate holds both streams while they are filled. They start at the end of a first collective, which synchronizes the
+ranks. Calls are issued in the order in which they should end, so that neither stream waits for the host. On the CPU
+there are no streams: the same code runs with stand-ins, in call order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from gpu_ranks import Rank
 from interference_contenders import Contender
 
-GATE_MS = 5.0  # while streams are filled
+GATE_MS = 5.0  # while the streams are filled
 
 
 class HostEvent:
@@ -47,7 +47,7 @@ class Machine:
 
     def close_gate(self) -> None:
         if self.gpu:
-            torch.cuda._sleep(int(GATE_MS * 1.8e6))  # cycles, at some 1.8 GHz
+            torch.cuda._sleep(int(GATE_MS * 1.8e6))  # cycles, at about 1.8 GHz
 
     def synchronize(self) -> None:
         if self.gpu:
@@ -55,14 +55,14 @@ class Machine:
 
 
 class Run:
-    """Times, in microseconds after the start, at which products and collectives of one run were done."""
+    """When the products and collectives of one run ended, in microseconds after the start."""
 
     def __init__(self, products: list[float], collectives: list[float]) -> None:
         self.products, self.collectives = products, collectives
         self.total = max(products + collectives)
 
     def each(self, ends: list[float]) -> float:
-        """Of one, in the time in which both streams were busy (or the only one that there was)."""
+        """Returns the time per call while both streams were busy, or of the only stream used."""
         until = min(lane[-1] for lane in (self.products, self.collectives) if lane)
         done = bisect.bisect_right(ends, until)
         before = ends[done - 1] if done else 0.0
@@ -80,7 +80,7 @@ class Bench:
         torch.mm(self.left, self.right, out=self.result)
 
     def run(self, products: int, contender: Contender | None, collectives: int) -> Run:
-        """`collectives` calls after a first one, at the end of which both streams start."""
+        """Issues one collective, then `collectives` more. Both streams start at the end of the first one."""
         machine = self.machine
         start = machine.event()
         product_events = [machine.event() for _ in range(products)]

@@ -1,16 +1,16 @@
-"""Where the time of a step goes in a loop kernel: waits and work by phase, from the stamps of its tasks (ARK_TRACE).
+"""Shows where a loop kernel's step spends its time: waits and work by phase, from its tasks' time stamps (ARK_TRACE).
 
     python benchmarks/loop_account.py [--model llama-1b] [--steps 12] [--device cuda] [--output FOLDER]
         [--picture FILE] [--timeline FILE]
-    python benchmarks/loop_account.py --ranks 2 ...    of the tensor-parallel Llama (decode_ranks.py), on the rank that
-                                                       begins the step last, which waits for no rank to begin it
+    python benchmarks/loop_account.py --ranks 2 ...    the tensor-parallel Llama (decode_ranks.py), on the rank that
+                                                       starts the step last, and so does not wait for others to start
 
-A phase is all stages of the same operators in the same module, whichever layer that is of. Of each: its tasks, how long
-a worker (on a GPU a multiprocessor) works on them and waits before them in a step, how long one takes, and how long its
-stages last, from the first task's begin to the last one's end, one stage after the other. What no task accounts for is
-the way from one to the next. The step is that of median length; stamps make it somewhat longer than it is without.
---picture draws the begin of that step, of all ranks on one clock; --timeline writes all of it for Perfetto
-(https://ui.perfetto.dev): a process a rank, a track a worker.
+A phase is all stages of the same operators in the same module, over all layers. For each: its tasks, how long a worker
+(a multiprocessor on a GPU) works on them and waits before them per step, how long one takes, and how long its stages
+last, from the first task's start to the last one's end. The remaining time is spent between tasks. The step shown is
+the one of median length; stamping makes it somewhat longer than it is otherwise. --picture draws the start of that
+step, all ranks on one clock. --timeline writes the whole step for Perfetto (https://ui.perfetto.dev): one process per
+rank, one track per worker.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ark_torch.tools.bench import report
 from ark_torch.tools.trace import beside
 
 Row = dict[str, Any]
-WARM = 2  # steps that do not count
+WARM = 2  # warm-up steps, not counted
 
 
 def trace_to(folder: str) -> Path:
@@ -52,7 +52,7 @@ def trace_to(folder: str) -> Path:
 
 @torch.no_grad()
 def run_traced(call: Any, told: Any, inputs: tuple[Any, ...], arguments: argparse.Namespace) -> str:
-    """A model's one region for some steps; its plan."""
+    """Runs a model's only region for some steps and returns its plan."""
     for _ in range(arguments.steps + WARM):
         call(*inputs)
     gpu_models.finish(gpu_models.device_of(arguments))
@@ -78,7 +78,7 @@ def on_rank(rank: Any, arguments: argparse.Namespace) -> None:
 
 
 def on_several(arguments: argparse.Namespace) -> tuple[list[Path], str]:
-    import on_gpus  # not before: it sets variables that one rank does without
+    import on_gpus  # not at the top: it sets environment variables that a single rank must not have
 
     (row,), problem = on_gpus.run(on_rank, arguments.ranks, arguments, time.time() + 300)
     if problem:
@@ -87,7 +87,7 @@ def on_several(arguments: argparse.Namespace) -> tuple[list[Path], str]:
 
 
 def traced(arguments: argparse.Namespace) -> tuple[list[Step], dict[str, Any]]:
-    """The steps of the region on all ranks, without the first ones, and its plan."""
+    """Returns the steps of the region on all ranks, without the warm-up, and its plan."""
     with tempfile.TemporaryDirectory(prefix="ark-account-") as arguments.folder:
         paths, plan = on_one(arguments) if arguments.ranks == 1 else on_several(arguments)
         steps = steps_of(merge([read(path) for path in paths]))
@@ -99,15 +99,15 @@ def begin_of(step: Step) -> float:
 
 
 def phase_of(stage: dict[str, Any]) -> str:
-    """Its operators, and the first module that they are of, without the layer's number."""
+    """Returns the stage's operators and their first module, without the layer's number."""
     module = stage["origin"].partition(";")[0].partition(" (")[0]
     return f"{stage['name']} {re.sub(r'(?<=[.])[0-9]+(?=[.]|$)', '*', module)}"
 
 
 def account(step: Step, plan: dict[str, Any]) -> tuple[Row, list[Row]]:
-    """Of the whole step, and of its phases in the order in which they begin; microseconds."""
+    """Returns microseconds of the whole step, and of its phases in the order in which they start."""
     stages, tasks = plan["stages"], plan["tasks"]
-    waited: dict[int, float] = defaultdict(float)  # a task's waits for several events are at the same time
+    waited: dict[int, float] = defaultdict(float)  # a task waits for several events at the same time
     done: dict[int, list[Any]] = defaultdict(list)
     for one in step.slices:
         if one.kind == "wait":

@@ -1,14 +1,14 @@
-"""Decoding with weight-only int8, float8 and int4 weights: a step of a Llama, by ark and by Inductor, batch 1.
+"""Measures decoding with weight-only int8, float8 and int4: a step of a Llama by ark and by Inductor, batch 1.
 
     python benchmarks/low_bits.py [--size small] [--forms bfloat16 int8 float8 int4] [--output FOLDER]
     python benchmarks/low_bits.py --device cuda [--size 1b | 8b] [--layers N] [--seconds 150]
 
-Linear layers are those of examples/llama/quantized.py, plain PyTorch as GPT-fast and torchao write it, so that ark and
-Inductor get the same graph. All contenders take turns in one process, some calls one after the other, with the same
-tokens at the same position; on a GPU Inductor's steps (mode max-autotune) and ark's are captured in CUDA graphs. Errors
-are relative to the same codes decoded in float64. `speedup`: to the same backend's step with weights as they were;
-`beside Inductor`: Inductor's time of the same form by ark's. After --seconds no further contender is compiled: ark's
-forms come first, and what is left out is named.
+Linear layers come from examples/llama/quantized.py. They are plain PyTorch, as GPT-fast and torchao write it, so that
+ark and Inductor get the same graph. All contenders take turns of a few calls in one process, with the same tokens at
+the same position. On a GPU, Inductor's steps (mode max-autotune) and ark's are captured in CUDA graphs. Errors are
+relative to the same codes decoded in float64. `speedup` is relative to the same backend's step with the original
+weights, `beside Inductor` is Inductor's time of the same form divided by ark's. After --seconds no further contender is
+compiled. ark's forms come first, and what is left out is named.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SIZES = {
     "small": models.Config(1024, 8, 16, 4, 2816, 8192, 512),
     "1b": real_sizes.LLAMA_1B,
     "8b": models.Config(4096, 32, 32, 8, 14336, 128256, 1024, theta=500000.0),
-    "tiny": models.Config(256, 1, 4, 2, 512, 64, 32),  # to see that the script works
+    "tiny": models.Config(256, 1, 4, 2, 512, 64, 32),  # to test the script
 }
 FORMS = ("bfloat16", *CODED)
 BACKENDS = ("ark", "inductor")
@@ -49,7 +49,7 @@ THREADS = 2  # on a CPU
 def model_of(config: models.Config, form: str, device: torch.device, dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
     with device:
-        torch.set_default_dtype(dtype)  # 8 thousand million weights of float32 would not fit beside the others
+        torch.set_default_dtype(dtype)  # 8 billion weights in float32 would not fit beside the others
         try:
             model = real_sizes.ready(models.Llama(config, 1, dtype), dtype, 0.02)
         finally:
@@ -58,13 +58,13 @@ def model_of(config: models.Config, form: str, device: torch.device, dtype: torc
 
 
 def exactly(model: nn.Module) -> nn.Module:
-    """The same codes, scales and weights, computed with in float64."""
+    """Returns the model with the same codes, scales and weights, computed in float64."""
     wide = (torch.bfloat16, torch.float16, torch.float32)
     return copy.deepcopy(model)._apply(lambda tensor: tensor.double() if tensor.dtype in wide else tensor)
 
 
 def bytes_of(model: nn.Module) -> int:
-    """That a step reads of weights: not the embedding, of which it reads a row."""
+    """Returns the weight bytes that a step reads: all but the embedding, of which it reads one row."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return sum(t.nbytes for name, t in tensors if not name.startswith("emb.") and not name.endswith("_cache"))
 
@@ -92,7 +92,7 @@ class Contest:
         model = model_of(self.config, form, self.device, self.dtype)
         row["bytes"] = bytes_of(model)
         right = None
-        if row["bytes"] < 6e9:  # four times as much must fit beside the others
+        if row["bytes"] < 6e9:  # the float64 copy takes four times as much and must fit, too
             exact = exactly(model)
             real_sizes.fill(exact, self.position)
             right = exact(self.ids, self.where)

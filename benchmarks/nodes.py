@@ -1,12 +1,12 @@
-"""Groups that span two machines against Gloo: two network namespaces, joined by a link of a given rate.
+"""Compares groups that span two machines with Gloo: two network namespaces, joined by a link of a given rate.
 
     sudo python benchmarks/nodes.py [--ranks 2] [--rates 1gbit 10gbit] [--sizes 8 1M 16M] [--output FOLDER]
 
-Each namespace is a node of --ranks processes; ranks of a node stand next to each other, as torchrun places them. tc
-shapes both ends of the link (a token bucket of 256 KB). The group of backend "ark" and one of Gloo do the same
-collective in turns, round by round, each result is checked, and a time is the median of the slowest rank's rounds.
-Needs root, iproute2 and a kernel with network namespaces; two cores carry four ranks, so small times are the
-scheduler's as much as the network's.
+Each namespace is a node of --ranks processes. The ranks of a node are consecutive, as with torchrun. tc shapes both
+ends of the link (a token bucket of 256 KB). A group of backend "ark" and one of Gloo alternate round by round on the
+same collective, and each result is checked. A time is the median of the slowest rank's rounds. The program needs root,
+iproute2 and a kernel with network namespaces. Four ranks share two cores, so small times depend on the scheduler as
+much as on the network.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ark_torch.tools.bench.config import parse_size, show_size
 
 FOLDER = Path(__file__).resolve().parent
 NODES = 2
-COMPRESSED = "all_reduce in 4 bits"  # against Gloo's exact one
+COMPRESSED = "all_reduce in 4 bits"  # the rival is Gloo's exact one
 OPERATIONS = (
     "all_reduce",
     "all_gather_into_tensor",
@@ -48,7 +48,7 @@ LIMIT_S = 400.0
 
 
 def call_of(operation: str, x: torch.Tensor, out: torch.Tensor, group: Any) -> Callable[[], Any]:
-    """`x` is this rank's tensor, of as many bytes as the row says."""
+    """`x` is this rank's tensor, with as many bytes as the row says."""
     if operation == COMPRESSED and group is dist.group.WORLD:
         from ark_torch.distributed import compressed_all_reduce
 
@@ -74,7 +74,7 @@ def made(operation: str, rank: int, count: int) -> torch.Tensor:
 
 def right(operation: str, x: torch.Tensor, out: torch.Tensor, count: int) -> bool:
     rank, world = dist.get_rank(), dist.get_world_size()
-    if operation == COMPRESSED:  # each of world + 1 roundings by half a step of 15 at most; a sum's range is wider
+    if operation == COMPRESSED:  # world + 1 roundings, each by at most half of (range / 15); a sum has a wider range
         inputs = [made(operation, r, count) for r in range(world)]
         ranges = sum(float(one.max() - one.min()) for one in inputs)
         return bool((x - sum(inputs)).abs().max() <= ranges / 15)
@@ -117,7 +117,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
                     if number > 0:
                         times[name].append(float(took) * 1e6)
             us = {name: round(statistics.median(of), 1) for name, of in times.items()}
-            best = {name: round(min(of), 1) for name, of in times.items()}  # nearer to what idle cores would do
+            best = {name: round(min(of), 1) for name, of in times.items()}  # the least, which is nearest to idle cores
             rows.append({"operation": operation, "bytes": count * 4, "us": us, "best_us": best})
     if rank == 0:
         Path(arguments.rows).write_text(json.dumps(rows))
@@ -130,7 +130,7 @@ def ip(*words: str) -> None:
 
 @contextlib.contextmanager
 def joined(rate: str) -> Iterator[list[tuple[str, str]]]:
-    """Two namespaces and their ends of the link, shaped to the rate both ways."""
+    """Creates two namespaces and a link between them, shaped to the rate both ways."""
     tag = os.getpid() % 100_000
     places = [(f"arknode{tag}{end}", f"v{tag}{end}") for end in "ab"]
     try:
@@ -146,7 +146,7 @@ def joined(rate: str) -> Iterator[list[tuple[str, str]]]:
             subprocess.run([*shape, "burst", "256k", "latency", "100ms"], check=True, capture_output=True)
         yield places
     finally:
-        for name, _ in places:  # the link goes with them
+        for name, _ in places:  # this also deletes the link
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
@@ -174,7 +174,7 @@ def measured(rate: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def table(about: dict[str, Any]) -> str:
-    """docs/performance-cpu.md's."""
+    """Formats the table in docs/performance-cpu.md."""
     rows = about["rows"]
     text = f"{cpu_tables.origin(about)}.\n"
     for rate in dict.fromkeys(row["rate"] for row in rows):
@@ -199,7 +199,7 @@ def main() -> int:
     parser.add_argument("--sizes", nargs="+", default=["16", "64K", "1M", "16M"], help="bytes of a rank's tensor")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--output", type=Path, default=FOLDER / "results")
-    parser.add_argument("--rows", help=argparse.SUPPRESS)  # a rank's
+    parser.add_argument("--rows", help=argparse.SUPPRESS)  # where a rank writes its rows
     arguments = parser.parse_args()
     if arguments.rows:
         rank_main(arguments)

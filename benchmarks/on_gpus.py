@@ -1,11 +1,11 @@
-"""What the benchmarks on GPUs share: ranks that end in time, a command line, a report.
+"""Shared code of the GPU benchmarks: ranks that end in time, a command line and a report.
 
-A benchmark may run where time is short, so it is bounded: ranks ask `Rank.time_for()` before each measurement, the
-process that started them ends those that are late, and what was measured until then is written all the same. One
-process a GPU; gpu_ranks.py has what each of them knows.
+A benchmark must fit a limit of time. Ranks ask `Rank.time_for()` before each measurement, the parent process ends those
+that are late, and what was measured until then is still written. There is one process per GPU; gpu_ranks.py has the
+code of a rank.
 
-`--device cpu` runs the same code on CPU tensors, ark against Gloo, with sizes for nobody's figures: that is how the
-tests see that it works where there is no GPU.
+`--device cpu` runs the same code on CPU tensors, ark against Gloo, with small sizes. The tests use it where there is no
+GPU. Its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ark_torch.tools.bench import report
 
 FOLDER = Path(__file__).resolve().parent
 KB, MB = 1 << 10, 1 << 20
-GRACE_S = 8.0  # beyond the limit, for what a rank has begun
+GRACE_S = 8.0  # beyond the limit, to finish a measurement in progress
 
 
 # --- what a command line has in common ---------------------------------------------------------------------------
@@ -63,7 +63,7 @@ def variant(text: str) -> tuple[str, dict[str, str]]:
 
 
 def check_machine(arguments: argparse.Namespace) -> None:
-    """Ends the program with one sentence where it cannot run."""
+    """Exits with one sentence if the machine cannot run the benchmark."""
     if arguments.device == "cpu":
         return
     if not torch.cuda.is_available():
@@ -80,7 +80,7 @@ Body = Callable[[Rank, argparse.Namespace], None]
 
 
 def _run_rank(body: Body, rank: Rank, arguments: argparse.Namespace, port: int) -> None:
-    faulthandler.dump_traceback_later(max(1.0, rank.ends - time.time() + GRACE_S - 2))  # where it hangs, before its end
+    faulthandler.dump_traceback_later(max(1.0, rank.ends - time.time() + GRACE_S - 2))  # to see where it hangs
     try:
         if rank.device.type == "cuda":
             torch.cuda.set_device(rank.device)
@@ -97,11 +97,11 @@ def _run_rank(body: Body, rank: Rank, arguments: argparse.Namespace, port: int) 
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
-    os._exit(0)  # groups are not taken apart: NCCL's end can take seconds
+    os._exit(0)  # skips destroying the groups, which takes NCCL seconds
 
 
 def run(body: Body, ranks: int, arguments: argparse.Namespace, ends: float) -> tuple[list[Row], str]:
-    """The rows that rank 0 wrote, and what went wrong, if anything did."""
+    """Returns the rows that rank 0 wrote, and what went wrong, if anything did."""
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="ark-bench-") as folder:
         store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
@@ -119,7 +119,7 @@ def run(body: Body, ranks: int, arguments: argparse.Namespace, ends: float) -> t
             failed = [number for number, process in enumerate(processes) if process.exitcode not in (None, 0)]
             if failed and not problem:
                 problem = f"rank {failed[0]} of {ranks} failed with exit code {processes[failed[0]].exitcode}"
-                ends = min(ends, time.time() + 3 - GRACE_S)  # the others may say why
+                ends = min(ends, time.time() + 3 - GRACE_S)  # gives the other ranks time to report their errors
             if time.time() > ends + GRACE_S:
                 problem = problem or f"{ranks} ranks were not done after {arguments.seconds:g} s and were ended"
                 for process in processes:
@@ -131,7 +131,7 @@ def run(body: Body, ranks: int, arguments: argparse.Namespace, ends: float) -> t
 
 
 def measure(body: Body, arguments: argparse.Namespace) -> tuple[dict[str, Any], list[Row], str]:
-    """Runs the body for each number of ranks and writes the JSON; its parts, and what went wrong."""
+    """Runs the body for each number of ranks and writes the JSON. Returns its parts, and what went wrong."""
     check_machine(arguments)
     about = surroundings(arguments.device)
     rows: list[Row] = []

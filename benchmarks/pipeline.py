@@ -1,17 +1,17 @@
-"""A pipeline-parallel training step: schedules of torch.distributed.pipelining over NCCL and over ark, and captured.
+"""Measures a pipeline-parallel training step: torch.distributed.pipelining over NCCL and over ark, and captured.
 
     python benchmarks/pipeline.py --ranks 2 [--schedules 1F1B] [--micro-batches 8] [--device cpu]
 
-The paper's set-up (ARK, section 7.4), cut to as many stages as there are GPUs: layers of GPT-3 6.7B's shape (hidden
-size 4096, 32 heads), --layers of them a stage, sequences of 2048 tokens, one a micro-batch; bfloat16 weights, fused
+The set-up of the ARK paper (section 7.4), reduced to as many stages as there are GPUs: layers of GPT-3 6.7B's shape
+(hidden size 4096, 32 heads), --layers per stage, sequences of 2048 tokens, one per micro-batch; bfloat16 weights, fused
 AdamW, the mean square of the last stage's output as loss. Contenders:
 
 nccl            schedule.step() over NCCL (Gloo on CPUs), then the optimizer's step, called by the host
 ark             the same over ark
-captured_NAME   ark_torch.train.capture(schedule, optimizer) over either: one launch a step
+captured_NAME   ark_torch.train.capture(schedule, optimizer) over either: one launch per step
 
-The learning rate is 0, so that all contenders have the same losses; those must agree within rounding. A figure is the
-median over rounds of the slowest rank's time for a step. A contender that could not be captured says why.
+The learning rate is 0, so that all contenders have the same losses, which must agree within rounding. A figure is the
+median over rounds of the slowest rank's time per step. A contender that could not be captured reports why.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from training_models import Block, Shape
 from ark_torch.train import capture
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
-CLOSE = 0.02  # relative: losses of bfloat16 sums
+CLOSE = 0.02  # relative, for losses of bfloat16 sums
 
 
 class Setting:
-    """This rank's stages, made anew for each contender, and the batch."""
+    """This rank's stages, created anew for each contender, and the batch."""
 
     def __init__(self, rank: Rank, name: str, arguments: argparse.Namespace) -> None:
         self.rank, self.name, self.arguments = rank, name, arguments
@@ -68,7 +68,7 @@ class Setting:
         return made(of, n_microbatches=self.arguments.micro_batches, loss_fn=functional.mse_loss), parts
 
     def contender(self, group: Any, captured: bool) -> tuple[Callable[[], Tensor], Callable[[], str]]:
-        """A step that returns its loss, and why it is not captured."""
+        """Returns a step that returns its loss, and a function that says why it is not captured."""
         schedule, parts = self.stages(group)
         options = {"fused": True} if self.rank.device.type == "cuda" else {}
         optimizer = torch.optim.AdamW([p for part in parts for p in part.parameters()], lr=0.0, **options)
@@ -90,7 +90,7 @@ class Setting:
 
 def compare(rank: Rank, name: str, groups: dict[str, Any], arguments: argparse.Namespace) -> Row:
     setting = Setting(rank, name, arguments)
-    gc.collect()  # the graphs of the schedule before
+    gc.collect()  # frees the graphs of the previous schedule
     if rank.device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -156,7 +156,7 @@ def measure(rank: Rank, arguments: argparse.Namespace) -> None:
 
 
 def table(about: dict[str, Any]) -> str:
-    """Markdown: milliseconds a step, and how many times as fast as the rival's schedule."""
+    """Formats Markdown: milliseconds per step, and the speedup over the rival's schedule."""
     ways = list(about["rows"][0]["ms"])
     lines = [
         on_gpus.origin(about),

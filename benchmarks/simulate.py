@@ -1,10 +1,10 @@
-"""Fits the simulator's machines to benchmarks/results, compares it with what was not fitted, and takes it further.
+"""Fits the simulator's machines to benchmarks/results, validates it on other measurements, and extrapolates.
 
     python benchmarks/simulate.py [--keep-machines]
 
-Writes ark_torch/simulation/machines.json, results/simulate.json and results/simulate.png. Nothing is measured here: it
-is to be run again when collectives.json, cuda_collectives.json, dispatch_4_h200.json, nodes.json or the step's files
-change. A minute of CPU time.
+Writes ark_torch/simulation/machines.json, results/simulate.json and results/simulate.png. It measures nothing. Run it
+again when collectives.json, cuda_collectives.json, dispatch_4_h200.json, nodes.json or the step's files change. It
+takes a minute of CPU time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STEPS = {
 
 
 def table(data: dict[str, Any]) -> str:
-    """docs/simulate.md: how near predictions came, and which were furthest away."""
+    """Formats docs/simulate.md's summary: how close predictions are, and which are furthest off."""
     every = data["rows"]
     lines = [
         f"{len(every)} rows that nothing was fitted to; {sum(abs(r['error']) <= validate.NEAR for r in every)} of them "
@@ -49,7 +49,7 @@ def table(data: dict[str, Any]) -> str:
 
 
 def rows_table(data: dict[str, Any]) -> str:
-    """Every row of the GPUs and of the namespaces, and the all_reduces of the CPU groups."""
+    """Formats every row of the GPUs and of the namespaces, and the all_reduces of the CPU groups."""
     lines = [
         "| machine | operation | ranks | size | engine | measured, us | predicted, us | error |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -66,7 +66,7 @@ def rows_table(data: dict[str, Any]) -> str:
 
 
 def steps_table(data: dict[str, Any]) -> str:
-    """Predicted steps by number of GPUs; in brackets what was measured."""
+    """Formats predicted steps by number of GPUs, with measured times in brackets."""
     lines = [
         f"| GPUs | {' | '.join(STEPS.values())} | fused saves, 1 and 8 a bag |",
         f"| --- |{' --- |' * (len(STEPS) + 1)}",

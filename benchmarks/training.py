@@ -1,25 +1,25 @@
-"""What communication costs a training step: GPT-2 XL and BERT-Large shapes over ark and over NCCL, and without any.
+"""Measures what communication costs a training step: GPT-2 XL and BERT-Large shapes over ark, over NCCL, and without.
 
     python benchmarks/training.py --models gpt2-xl --modes graph ddp fsdp2 --ranks 2
 
-Sequence 384, batch 4 (GPT-2 XL) or 10 (BERT-Large) a GPU, bfloat16 autocast, float32 gradients, fused AdamW, blocks
-compiled by Inductor (plain modules; Hugging Face's as they are). Modes:
-  captured  ark_torch.train.capture over each group (captured_NAME), beside DDP over NCCL as it is used today; memory
-  captured_fsdp2  the same of a model in fully_shard, beside FSDP2 over NCCL
-  graph   the whole step in one CUDA graph; gradients in flat buckets of 50 MB, each all-reduced on a stream of high
-          priority when its last gradient is there
-  eager   the same without the graph
-  ddp     DistributedDataParallel, its defaults
-  fsdp2   fully_shard of every block, bfloat16 parameters, float32 reduction
---bits 4 adds ark_4_bit to the last two, whose gradients are compressed (benchmarks/compression_accuracy.py: accuracy).
-A contender `free` does the step without communication (ddp: a hook that leaves buckets alone; fsdp2: PyTorch's fake
-backend), so that what communication costs is the difference. All contenders take turns, in --rounds rounds; a figure is
-the median over rounds of the slowest rank's. The learning rate is 0: weights stay as they were drawn, gradients of all
-contenders and ranks are compared. In `graph` and `eager` mode each bucket's all-reduce is timed too, during training
+Sequence 384, batch 4 (GPT-2 XL) or 10 (BERT-Large) per GPU, bfloat16 autocast, float32 gradients, fused AdamW, blocks
+compiled by Inductor (plain modules; Hugging Face's unchanged). Modes:
+  captured        ark_torch.train.capture over each group (captured_NAME), beside DDP over NCCL as users run it; memory
+  captured_fsdp2  the same for a model in fully_shard, beside FSDP2 over NCCL
+  graph           the whole step in one CUDA graph; gradients in flat buckets of 50 MB, each all-reduced on a
+                  high-priority stream when its last gradient is ready
+  eager           the same without the graph
+  ddp             DistributedDataParallel with its defaults
+  fsdp2           fully_shard of every block, bfloat16 parameters, float32 reduction
+--bits 4 adds ark_4_bit to captured, ddp and fsdp2, with compressed gradients (compression_accuracy.py: accuracy).
+A contender `free` runs the step without communication (ddp: a hook that leaves buckets alone; fsdp2: PyTorch's fake
+backend); the difference is the cost of communication. All contenders take turns, in --rounds rounds. A figure is the
+median over rounds of the slowest rank's. The learning rate is 0, so that weights stay constant and the gradients of all
+contenders and ranks can be compared. In `graph` and `eager` mode each bucket's all-reduce is timed too, during training
 and alone.
 
 --plot draws both pictures of the paper from --output: all-reduce bandwidth during training beside alone, and the step's
-time by contender (--ark NAME:VARIABLE=VALUE adds some: the SM engine, the copy engine).
+time by contender. --ark NAME:VARIABLE=VALUE adds contenders, for example the SM engine or the copy engine.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ RUNS = {
     "captured_fsdp2": run_captured,
     "ddp": run_wrapped,
     "fsdp2": run_wrapped,
-}  # others: run_bucketed
+}  # all other modes: run_bucketed
 
 
 def measure(rank: Rank, arguments: argparse.Namespace) -> None:
@@ -69,7 +69,7 @@ def measure(rank: Rank, arguments: argparse.Namespace) -> None:
                 except (ImportError, RuntimeError) as error:
                     if implementation == "plain":
                         raise
-                    # Their library is not installed, or cannot be captured: on all ranks alike.
+                    # The library is not installed, or cannot be captured, on any rank.
                     rank.warn(f"left out: {name} {implementation} {mode}: {str(error).splitlines()[0]}")
                     continue
                 tell(rank, rows, {"model": name, "implementation": implementation, "mode": mode}, began)
@@ -84,7 +84,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6, help="a round (default: 6)")
     parser.add_argument("--bucket-mb", type=float, default=50, help="of graph and eager mode (default: 50)")
-    parser.add_argument("--bits", type=int, nargs="+", default=[], help="ddp, fsdp2: bits of gradients")
+    parser.add_argument("--bits", type=int, nargs="+", default=[], help="captured, ddp, fsdp2: bits of gradients")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="plain modules without Inductor")
     parser.add_argument("--no-bandwidth", dest="bandwidth", action="store_false", help="time no single all-reduce")
     parser.add_argument("--busy", action="store_true", help="every core of this process has other work, too")
@@ -105,7 +105,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def other_work(wanted: bool) -> Iterator[None]:
-    """A process that counts, for each core that this one may use."""
+    """While `wanted`, keeps every core that this process may use busy with another process."""
     cores = len(os.sched_getaffinity(0)) if wanted else 0
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(cores)]
     try:

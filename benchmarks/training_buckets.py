@@ -1,8 +1,8 @@
-"""Modes `graph` and `eager` of benchmarks/training.py: gradients in flat buckets of our own.
+"""Modes `graph` and `eager` of benchmarks/training.py: gradients in our own flat buckets.
 
-Each bucket is all-reduced on a stream of high priority as soon as its last gradient is there; the whole step may be
-captured into one CUDA graph. One model and one set of buckets serve all contenders: only the group changes, so that
-their graphs share memory. Events around each bucket's all-reduce tell its bandwidth during training and alone.
+Each bucket is all-reduced on a high-priority stream as soon as its last gradient is ready. The whole step can be
+captured into one CUDA graph. All contenders share one model and one set of buckets, and only the group changes, so that
+their graphs share memory. Events around each bucket's all-reduce give its bandwidth during training and alone.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from training_subject import Groups, Subject, same_gradients, timed
 
 
 class Bucketed:
-    """A model whose gradients lie in flat buckets, and its step."""
+    """A model with gradients in flat buckets, and its step."""
 
     def __init__(self, subject: Subject, bucket_mb: float) -> None:
         self.subject = subject
         self.model = subject.model()
         self.optimizer = subject.optimizer(self.model, capturable=subject.gpu)
         self.communication = torch.cuda.Stream(priority=-1) if subject.gpu else None
-        self.pool = torch.cuda.graph_pool_handle() if subject.gpu else None  # one for all graphs: they take turns
+        self.pool = torch.cuda.graph_pool_handle() if subject.gpu else None  # shared: graphs take turns
         self.group: Any = None
-        self.timers: list[tuple[Any, Any]] | None = None  # where each bucket's all-reduce began and ended
+        self.timers: list[tuple[Any, Any]] | None = None  # events at the start and end of each bucket's all-reduce
         self.where: dict[nn.Parameter, int] = {}
         self.flat: list[torch.Tensor] = []
         self.members: list[list[nn.Parameter]] = [[]]
@@ -87,7 +87,7 @@ class Bucketed:
 
     def only_communication(self) -> None:
         for flat in self.flat:
-            flat.mul_(1.0)  # written shortly before, as in training
+            flat.mul_(1.0)  # written shortly before the all-reduce, as in training
         for number in range(len(self.flat)):
             self.all_reduce(number)
         self.join()
@@ -119,7 +119,7 @@ class Bucketed:
 
 
 def bandwidth(bucketed: Bucketed, what: Callable[[], None], in_graph: bool, steps: int) -> float:
-    """GB/s on the bus (nccl-tests' factor) of all buckets' all-reduces: median over steps."""
+    """Returns the bus bandwidth (nccl-tests' factor) of all buckets' all-reduces in GB/s: median over steps."""
     subject = bucketed.subject
     rates = []
     with bucketed.with_timers(in_graph) as timers:
@@ -129,7 +129,7 @@ def bandwidth(bucketed: Bucketed, what: Callable[[], None], in_graph: bool, step
             subject.rank.barrier()
             run()
             subject.synchronize()
-            # A bucket takes as long as on the rank that came to it last: on others it waited for that one.
+            # The rank that reaches a bucket last gives its time. The other ranks' times include waiting for that one.
             times = subject.rank.share([begin.elapsed_time(end) for begin, end in timers])
             spent = sum(min(of_bucket) for of_bucket in zip(*times, strict=True))
             if turn >= 2:
@@ -147,7 +147,7 @@ def run_bucketed(subject: Subject, groups: Groups, mode: str, arguments: argpars
     sums: dict[str, torch.Tensor] = {}
     for name, group in groups.items():
         bucketed.group = group
-        for _ in range(3):  # compiles, meets the peers, shares memory
+        for _ in range(3):  # compiles, connects the peers, shares memory
             bucketed.step()
         sums[name] = bucketed.gradients()
         if in_graph:
@@ -171,7 +171,7 @@ def run_bucketed(subject: Subject, groups: Groups, mode: str, arguments: argpars
         row["gradient_bytes"] = sum(flat.numel() * 4 for flat in bucketed.flat)
         row["buckets"] = len(bucketed.flat)
         rows.append(row | same_gradients(rank, name, sums))
-    # The graphs live on: their common pool goes with the last of them.
+    # The graphs stay alive, because their common pool is freed with the last of them.
     for row in rows if subject.gpu and arguments.bandwidth else ():
         name = str(row["contender"])
         if groups[name] is None or not rank.time_for(6):

@@ -1,8 +1,8 @@
 """Modes `captured` and `captured_fsdp2` of benchmarks/training.py: ark_torch.train.capture over each group.
 
-The rival is DistributedDataParallel, or FSDP2, over NCCL (on CPUs Gloo), eagerly, as it is used today. `captured_NAME`
-is the captured step of the same module over group NAME; `free` the captured step of each rank alone, so without
-communication. One contender at a time holds memory, and all take turns in each round.
+The rival is eager DistributedDataParallel, or FSDP2, over NCCL (Gloo on CPUs). `captured_NAME` is the captured step of
+the same module over group NAME. `free` is the captured step of each rank alone, without communication. Only one
+contender at a time holds memory, and all take turns in each round.
 """
 
 from __future__ import annotations
@@ -17,17 +17,24 @@ import torch.distributed as dist
 from gpu_ranks import Row
 from torch import nn
 from training_subject import FREE, Groups, Subject, same_gradients, timed
-from training_wrapped import ddp_step, fsdp2_step, gradient_sum, shard
+from training_wrapped import compressing, ddp_step, fsdp2_step, gradient_sum, shard
 
+from ark_torch.distributed import compression
 from ark_torch.train import CapturedStep, capture
 
 
-def captured_step(subject: Subject, model: nn.Module, group: Any, bucket_mb: float, sharded: bool) -> CapturedStep:
+def captured_step(
+    subject: Subject, model: nn.Module, group: Any, bucket_mb: float, sharded: bool, bits: int | None
+) -> CapturedStep:
     if sharded:
         shard(subject, model, group)
+        if bits is not None:
+            compression.fsdp(model, compression.State(bits=bits))
+    elif bits is not None:
+        model = compressing(subject, model, group, bits)
 
     def loss(module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-        with contextlib.nullcontext() if sharded else subject.autocast():  # FSDP2 has its policy
+        with contextlib.nullcontext() if sharded else subject.autocast():  # FSDP2 has its own mixed-precision policy
             value: torch.Tensor = module(tokens)
         return value
 
@@ -35,13 +42,14 @@ def captured_step(subject: Subject, model: nn.Module, group: Any, bucket_mb: flo
 
 
 def run_captured(subject: Subject, groups: Groups, mode: str, arguments: argparse.Namespace) -> list[Row]:
-    rank = subject.rank
+    rank, sharded = subject.rank, mode == "captured_fsdp2"
     rival = next(name for name in groups if name in ("nccl", "gloo"))
     alone = [dist.new_group([member], backend="ark") for member in range(rank.ranks)][rank.rank]
     contenders = {rival: groups[rival]}
     contenders |= {f"captured_{name}": group for name, group in groups.items() if name != FREE}
+    compressed = {f"captured_ark_{bits}_bit": bits for bits in arguments.bits}
+    contenders |= dict.fromkeys(compressed, groups["ark"])
     contenders[FREE] = alone
-    sharded = mode == "captured_fsdp2"
     model = subject.model()
     taken: dict[str, list[float]] = {name: [] for name in contenders}
     peaks: dict[str, float] = {}
@@ -54,14 +62,14 @@ def run_captured(subject: Subject, groups: Groups, mode: str, arguments: argpars
                 torch.cuda.reset_peak_memory_stats()
             captured = None
             step: Callable[[], Any]
-            if sharded and taken[FREE] + taken[rival]:  # fully_shard changes a model for good
+            if sharded and taken[FREE] + taken[rival]:  # fully_shard modifies a model permanently
                 model = subject.model()
             if name == rival and sharded:
                 step = fsdp2_step(subject, model, group, None)
             elif name == rival:
                 step = ddp_step(subject, model, subject.optimizer(model), group, name, None)
             else:
-                captured = captured_step(subject, model, group, arguments.bucket_mb, sharded)
+                captured = captured_step(subject, model, group, arguments.bucket_mb, sharded, compressed.get(name))
                 step = lambda captured=captured: captured(subject.tokens)  # noqa: E731
             for _ in range(5):  # the warm-up, the capture, a replay
                 step()
@@ -83,5 +91,8 @@ def run_captured(subject: Subject, groups: Groups, mode: str, arguments: argpars
         row["gradient_bytes"] = sum(p.numel() * 4 for p in model.parameters())
         if name in peaks:
             row["peak_gb"] = max(rank.share(peaks[name]))
-        rows.append(row | same_gradients(rank, name, sums))
+        row |= same_gradients(rank, name, sums)
+        if name in compressed:  # sums of rounded gradients mean nothing
+            del row["difference"]
+        rows.append(row)
     return rows

@@ -1,7 +1,7 @@
-"""The shapes of GPT-2 XL and BERT-Large for benchmarks/training.py: as plain modules, and Hugging Face's own.
+"""The shapes of GPT-2 XL and BERT-Large for benchmarks/training.py, as plain modules and as Hugging Face's own.
 
-Random weights, random tokens, no dropout; sequences of 384 tokens, as the ARK paper trained them. A tiny shape lets the
-tests run the same code without a GPU.
+Weights and tokens are random, without dropout. Sequences have 384 tokens, as in the ARK paper. The tests run the same
+code on a tiny shape without a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Shape:
     heads: int
     vocabulary: int
     causal: bool
-    batch: int  # of one GPU
+    batch: int  # per GPU
     sequence: int = 384
 
 
@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Tokens in, loss out; the embedding is also the last layer."""
+    """Takes tokens, returns the loss. The embedding is also the output layer."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Transformer(nn.Module):
 
 
 class HuggingFace(nn.Module):
-    """Their model behind the same call."""
+    """Hugging Face's model with the same call."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -105,11 +105,11 @@ IMPLEMENTATIONS: dict[str, Callable[[Shape], nn.Module]] = {"plain": Transformer
 
 
 def build(implementation: str, shape: Shape, device: torch.device, compiled: bool) -> nn.Module:
-    """The same weights on all ranks."""
+    """Builds the model with the same weights on all ranks."""
     torch.manual_seed(0)
     with device:
         model = IMPLEMENTATIONS[implementation](shape)
     blocks: Iterable[nn.Module] = model.blocks  # type: ignore[assignment]
     for block in blocks if compiled else ():
-        block.forward = torch.compile(block.forward)  # hooks of FSDP stay outside
+        block.forward = torch.compile(block.forward)  # so that FSDP's hooks stay outside
     return model

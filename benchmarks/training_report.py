@@ -1,6 +1,6 @@
-"""How benchmarks/training.py shows what it measured: a line a contender, a table, the paper's two pictures.
+"""Formats the measurements of benchmarks/training.py: a line per contender, a table and the paper's two pictures.
 
-Everything here is made from rows alone, those of the JSON, so that tables and pictures can be drawn again anywhere.
+The rows of the JSON are the only input, so that tables and pictures can be made again on any machine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def tell(rank: Rank, rows: list[Row], about: Row, began: float) -> None:
 
 
 def table(about: dict[str, Any]) -> str:
-    """docs/performance.md's."""
+    """Formats the table in docs/performance.md."""
     lines = [
         on_gpus.origin(about),
         "",
@@ -58,7 +58,7 @@ def table(about: dict[str, Any]) -> str:
 
 
 def draw(about: dict[str, Any], path: Path) -> str:
-    """The paper's two pictures; why not, where that is so."""
+    """Draws the paper's two pictures. Returns the reason if there is no picture."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

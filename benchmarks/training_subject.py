@@ -1,7 +1,7 @@
-"""What benchmarks/training.py trains, over which groups, and how a step is timed and checked, whatever its mode.
+"""What benchmarks/training.py trains, over which groups, and how a step is timed and checked in every mode.
 
-A subject is a shape's model, tokens and optimizer on one rank. The learning rate is 0: weights stay as they were drawn,
-so that every contender's gradients must be the same, on all ranks to the bit and close to the rival's.
+A subject is a shape's model, tokens and optimizer on one rank. The learning rate is 0 and weights stay constant, so
+that every contender's gradients must be equal: bit for bit on all ranks, and close to the rival's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 from training_models import SHAPES, Shape, build
 
 FREE = "free"
-Groups = dict[str, Any]  # contender -> group; None: no communication at all
+Groups = dict[str, Any]  # contender -> group; None: no communication
 
 
 def make_groups(rank: Rank, arguments: argparse.Namespace) -> Groups:
@@ -32,7 +32,7 @@ def make_groups(rank: Rank, arguments: argparse.Namespace) -> Groups:
 
 @dataclass
 class Subject:
-    """What is trained: made anew for each mode, since DDP and FSDP2 change a model."""
+    """What is trained. Each mode creates its own model, because DDP and FSDP2 modify it."""
 
     rank: Rank
     name: str
@@ -55,7 +55,7 @@ class Subject:
         return build(self.implementation, self.shape, self.rank.device, self.compiled)
 
     def optimizer(self, model: nn.Module, capturable: bool = False) -> torch.optim.Optimizer:
-        # In a graph the rate must be a tensor or constant; 0 leaves the weights alone.
+        # In a graph the rate must be a tensor or constant. 0 keeps the weights constant.
         options = {"fused": True, "capturable": capturable} if self.gpu else {}
         return torch.optim.AdamW(model.parameters(), lr=0.0, **options)
 
@@ -73,7 +73,7 @@ class Subject:
 
 
 def timed(subject: Subject, step: Callable[[], Any], steps: int) -> float:
-    """Milliseconds of a step on this rank; all ranks begin together."""
+    """Returns milliseconds per step on this rank. All ranks start together."""
     subject.synchronize()
     subject.rank.barrier()
     began = time.perf_counter()
@@ -84,7 +84,7 @@ def timed(subject: Subject, step: Callable[[], Any], steps: int) -> float:
 
 
 def same_gradients(rank: Rank, name: str, sums: dict[str, torch.Tensor]) -> Row:
-    """Whether all ranks have the same sums of gradients, and how far they are from the rival's."""
+    """Checks that all ranks have the same sums of gradients. Returns how far they are from the rival's."""
     if name == FREE:
         return {}
     own = sums[name]

@@ -1,8 +1,8 @@
 """Modes `ddp` and `fsdp2` of benchmarks/training.py: PyTorch's own wrappers over each contender's group.
 
 The contender without communication is DDP with a hook that leaves buckets alone, and FSDP2 over PyTorch's fake backend.
-Those of --bits compress gradients over ark's group (FSDP2: and gather parameters in 8 bits). A wrapped model holds much
-memory: there is one at a time, made anew for each contender and round.
+--bits adds contenders that compress gradients over ark's group (FSDP2 also gathers parameters in 8 bits). A wrapped
+model needs much memory, so there is one at a time, created anew for each contender and round.
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ def leave_alone(device, bucket):  # type: ignore[no-untyped-def]  # DDP compares
     return done
 
 
-def ddp_step(
-    subject: Subject, model: nn.Module, optimizer: torch.optim.Optimizer, group: Any, name: str, bits: int | None
-) -> Callable[[], Any]:
+def in_ddp(subject: Subject, model: nn.Module, group: Any) -> Any:
     from torch.nn.parallel import DistributedDataParallel
 
     ids = [subject.rank.rank] if subject.gpu else None
-    wrapped = DistributedDataParallel(model, device_ids=ids, process_group=group, gradient_as_bucket_view=True)
+    return DistributedDataParallel(model, device_ids=ids, process_group=group, gradient_as_bucket_view=True)
+
+
+def ddp_step(
+    subject: Subject, model: nn.Module, optimizer: torch.optim.Optimizer, group: Any, name: str, bits: int | None
+) -> Callable[[], Any]:
+    wrapped = in_ddp(subject, model, group) if bits is None else compressing(subject, model, group, bits)
     if name == FREE:
         wrapped.register_comm_hook(subject.rank.device, leave_alone)
-    if bits is not None:
-        wrapped.register_comm_hook(compression.State(bits=bits, module=wrapped, group=group), compression.hook)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -46,6 +48,14 @@ def ddp_step(
         optimizer.step()
 
     return step
+
+
+def compressing(subject: Subject, model: nn.Module, group: Any, bits: int) -> Any:
+    """The model in DistributedDataParallel with the compression hook."""
+    wrapped = in_ddp(subject, model, group)
+    state = compression.State(bits=bits, rounding="nearest", module=wrapped, group=group)
+    wrapped.register_comm_hook(state, compression.hook)
+    return wrapped
 
 
 def shard(subject: Subject, model: nn.Module, group: Any) -> None:
@@ -74,7 +84,7 @@ def fsdp2_step(subject: Subject, model: nn.Module, group: Any, bits: int | None)
 
 
 def gradient_sum(model: nn.Module) -> torch.Tensor:
-    """Of each tenth parameter, the whole tensor's."""
+    """Sums the gradients of every tenth parameter, each of the whole tensor."""
     sums = []
     for parameter in list(model.parameters())[::10]:
         gradient = parameter.grad
@@ -85,14 +95,14 @@ def gradient_sum(model: nn.Module) -> torch.Tensor:
 
 
 def fake_group() -> Any:
-    """A group whose collectives do nothing."""
+    """Returns a group whose collectives do nothing."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers it)
 
     return dist.new_group(backend="fake")
 
 
 def run_wrapped(subject: Subject, groups: Groups, mode: str, arguments: argparse.Namespace) -> list[Row]:
-    """Contenders one after the other, and that again in each round: a wrapped model holds much memory."""
+    """Runs the contenders one after the other, in every round, because a wrapped model needs much memory."""
     rank = subject.rank
     compressed = {f"ark_{bits}_bit": bits for bits in arguments.bits}
     groups = groups | dict.fromkeys(compressed, groups["ark"])
@@ -128,7 +138,7 @@ def run_wrapped(subject: Subject, groups: Groups, mode: str, arguments: argparse
     for name, rounds in taken.items():
         row: Row = {"contender": name, "step_ms": rank.slowest(rounds), "gradient_bytes": gradient_bytes}
         row |= same_gradients(rank, name, sums)
-        if name in compressed:  # sums of rounded gradients tell nothing: compression_accuracy.py does
+        if name in compressed:  # sums of rounded gradients mean nothing; compression_accuracy.py checks them
             del row["difference"]
         rows.append(row)
     return rows

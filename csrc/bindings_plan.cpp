@@ -289,12 +289,11 @@ void bind_plan(py::module_& m) {
         return ark::with_torch_errors([&] {
           Target target = target_named(name, workers);
           target.caching = cache_choice(cache);
-          const Plan made = make_plan(builder.graph, target);
-          return std::pair(to_json(made), to_svg(made));
+          return to_json(make_plan(builder.graph, target));
         });
       },
       py::arg("graph"), py::arg("target"), py::arg("workers") = 0, py::arg("cache") = "auto",
-      "A plan for a target that may not be here, as JSON and as a drawing.");
+      "A plan for a target that may not be here, as JSON.");
   plan.def(
       "cuda_source",
       [](const GraphBuilder& builder, const std::string& arch, int multiprocessors, bool multi_step,
@@ -335,7 +334,6 @@ void bind_plan(py::module_& m) {
            "A function of the inputs as arguments that does the same, quicker; otherwise() where one is of a class "
            "derived from Tensor.")
       .def("json", [](const Region& self) { return to_json(self.plan()); })
-      .def("svg", [](const Region& self) { return to_svg(self.plan()); })
       .def("source", [](const Region& self) { return self.source(); })
       .def("__repr__",
            [](const Region& self) {

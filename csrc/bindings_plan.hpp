@@ -1,4 +1,5 @@
-// The planner's part of the bindings.
+// Declares the planner's part of the Python bindings (ark_torch._C.plan), which bindings.cpp adds to the module. So
+// bindings.cpp does not need the planner's headers.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -1,10 +1,10 @@
-"""A loop over Accelerate with captured steps, checked against the same loop as Accelerate's users write it.
+"""Accelerate with captured steps, compared with the same loop as Accelerate's users write it.
 
     python examples/captured_accelerate.py                # starts two ranks by itself
     torchrun --nproc-per-node 2 examples/captured_accelerate.py
 
-What accelerator.prepare() returns is what ark_torch.train.capture takes. `step(batch)` stands in the place of
-accelerator.backward(), clip_grad_norm_(), optimizer.step() and zero_grad(); loaders and schedulers stay Accelerate's.
+ark_torch.train.capture takes what accelerator.prepare() returns. `step(batch)` replaces accelerator.backward(),
+clip_grad_norm_(), optimizer.step() and zero_grad(). Loaders and schedulers remain Accelerate's.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="ark")
     arguments = parser.parse_args()
-    if "RANK" not in os.environ:  # plain python: start two ranks as torchrun would
+    if "RANK" not in os.environ:  # plain python: start two ranks like torchrun
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         torchrun(["--standalone", "--nproc-per-node=2", __file__, *sys.argv[1:]])
         return

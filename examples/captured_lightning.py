@@ -1,10 +1,10 @@
-"""Lightning with captured steps: its Trainer, loaders, callbacks and precision, one launch for each step.
+"""Lightning with captured steps: its Trainer, loaders, callbacks and precision, with one launch per step.
 
     python examples/captured_lightning.py                # starts two ranks by itself
     torchrun --nproc-per-node 2 examples/captured_lightning.py
 
-Lightning calls this "manual optimization": training_step() does the whole step, here by ark_torch.train.capture. The
-strategy leaves the module unwrapped, since the step averages gradients itself. The weights must be those of the same
+This is Lightning's "manual optimization": training_step() does the whole step, here with ark_torch.train.capture. The
+strategy does not wrap the module, because the step averages gradients itself. The weights must equal those of the same
 module under automatic optimization and DDPStrategy.
 """
 
@@ -65,13 +65,13 @@ class Captured(Ordinary):
         value: Tensor = self.step(batch)
         self.losses.append(value)
         self.network.zero_grad()
-        self.optimizers().step()  # without gradients it updates nothing: Lightning counts its steps by it
+        self.optimizers().step()  # updates nothing without gradients, but Lightning counts its steps by it
         self.lr_schedulers().step()
         return value
 
 
 class Unwrapped(DDPStrategy):
-    """Ranks, samplers and the process group as in DDPStrategy, without DistributedDataParallel."""
+    """Ranks, samplers and the process group as in DDPStrategy, but without DistributedDataParallel."""
 
     def configure_ddp(self) -> None:
         pass
@@ -95,7 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="ark")
     arguments = parser.parse_args()
-    if "RANK" not in os.environ:  # plain python: start two ranks as torchrun would
+    if "RANK" not in os.environ:  # plain python: start two ranks like torchrun
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         torchrun(["--standalone", "--nproc-per-node=2", __file__, *sys.argv[1:]])
         return

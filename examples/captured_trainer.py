@@ -1,11 +1,11 @@
-"""Transformers' Trainer with captured steps: its own loop, callbacks, logs and schedules, one launch for each step.
+"""Transformers' Trainer with captured steps: its own loop, callbacks, logs and schedules, with one launch per step.
 
     python examples/captured_trainer.py                # starts two ranks by itself
     torchrun --nproc-per-node 2 examples/captured_trainer.py
 
-A Trainer calls training_step() for a batch, then clips, updates and clears gradients. CapturedTrainer overrides that
-one method: ark_torch.train.capture does all of it, and leaves no gradients, so that what the Trainer does afterwards
-finds nothing to do. Its weights must be those of an ordinary Trainer.
+A Trainer calls training_step() for a batch, then clips, updates and clears gradients. CapturedTrainer overrides this
+method: ark_torch.train.capture does everything and leaves no gradients, so that the Trainer's later steps have nothing
+to do. Its weights must equal those of an ordinary Trainer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STEPS, ROWS, LENGTH, WORDS, MAX_NORM = 16, 4, 16, 97, 1.0
 
 
 class CapturedTrainer(Trainer):
-    """A Trainer whose steps are captured; `max_norm` in the place of TrainingArguments.max_grad_norm, which is 0."""
+    """A Trainer with captured steps. `max_norm` replaces TrainingArguments.max_grad_norm, which is 0."""
 
     def __init__(self, *arguments: Any, max_norm: float | None = None, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -67,7 +67,7 @@ def train(kind: type[Trainer], folder: str, cpu: bool, **options: Any) -> tuple[
     arguments = TrainingArguments(
         folder, max_steps=STEPS, per_device_train_batch_size=ROWS, learning_rate=1e-2, lr_scheduler_type="cosine",
         max_grad_norm=0.0 if kind is CapturedTrainer else MAX_NORM, logging_steps=4, save_strategy="no", report_to=[],
-        seed=3, use_cpu=cpu, disable_tqdm=True, logging_nan_inf_filter=False,  # which would wait for each loss
+        seed=3, use_cpu=cpu, disable_tqdm=True, logging_nan_inf_filter=False,  # this check would wait for each loss
     )  # fmt: skip
     trainer = kind(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows], **options)
     trainer.train()
@@ -78,7 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="ark")
     arguments = parser.parse_args()
-    if "RANK" not in os.environ:  # plain python: start two ranks as torchrun would
+    if "RANK" not in os.environ:  # plain python: start two ranks like torchrun
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         torchrun(["--standalone", "--nproc-per-node=2", __file__, *sys.argv[1:]])
         return

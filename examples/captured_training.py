@@ -1,10 +1,10 @@
-"""A captured training step over ark, checked against DistributedDataParallel and against one process.
+"""A captured training step over ark, compared with DistributedDataParallel and with one process.
 
     python examples/captured_training.py                # starts two ranks by itself
     torchrun --nproc-per-node 2 examples/captured_training.py
 
-ark_torch.train.capture takes zero_grad, forward, backward, the average of gradients, clipping and the optimizer's step;
-on a GPU one launch runs all of it from the fourth step on. The weights must be those of an ordinary loop over
+ark_torch.train.capture covers zero_grad, forward, backward, gradient averaging, clipping and the optimizer's step. On a
+GPU, one launch runs all of it from the fourth step on. The weights must equal those of an ordinary loop over
 DistributedDataParallel, and up to rounding those of one process that sees the whole batch.
 """
 
@@ -51,11 +51,11 @@ def train_captured(model: nn.Module, rank: int, world: int) -> list[float]:
     step = ark_torch.train.capture(model, optimizer, loss, max_norm=MAX_NORM)
     losses = []
     for number in range(STEPS):
-        inputs, targets = make_batch(number)  # on the host: the step brings them to the device
+        inputs, targets = make_batch(number)  # on the host: the step copies them to the device
         losses.append(step((inputs.chunk(world)[rank], targets.chunk(world)[rank])))
         scheduler.step()
     print(f"rank {rank}: {'one launch a step' if step.captured else f'eager, because {step.reason}'}", flush=True)
-    return [one.item() for one in losses]  # nothing has waited for the device so far
+    return [one.item() for one in losses]  # the first wait for the device
 
 
 def train_eagerly(model: nn.Module, rank: int, world: int, device: torch.device) -> list[float]:
@@ -77,7 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="ark")
     arguments = parser.parse_args()
-    if "RANK" not in os.environ:  # plain python: start two ranks as torchrun would
+    if "RANK" not in os.environ:  # plain python: start two ranks like torchrun
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         torchrun(["--standalone", "--nproc-per-node=2", __file__, *sys.argv[1:]])
         return

@@ -1,10 +1,10 @@
-"""Trains the demo's GPT with exact and with compressed gradients, and compares what was sent and what was learnt.
+"""Trains the demo's GPT with exact and with compressed gradients, and compares bytes sent and losses.
 
     python examples/compressed_gpt.py --bits 4                        # starts its own two ranks
     torchrun --nproc-per-node 2 examples/compressed_gpt.py --bits 2   # the same under torchrun
 
-What it takes is in gpt/training.py: a compression.State and one call of register_comm_hook. The exit code is 1 where
-the held-out loss is more than --tolerance away from that of exact gradients.
+gpt/training.py shows the code for it: a compression.State and one call of register_comm_hook. The exit code is 1 if the
+held-out loss differs by more than --tolerance from that of exact gradients.
 """
 
 from __future__ import annotations

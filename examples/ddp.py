@@ -1,10 +1,10 @@
-"""DistributedDataParallel over ark, checked against the same training in one process.
+"""DistributedDataParallel over ark, compared with the same training in one process.
 
     python examples/ddp.py                              # starts two ranks by itself
     torchrun --nproc-per-node 2 examples/ddp.py
 
-Every rank trains on its share of each batch; DDP averages the gradients with all_reduce. One process that sees the
-whole batch must arrive at the same weights, up to the rounding of sums taken in another order.
+Every rank trains on its share of each batch. DDP averages the gradients with all_reduce. One process that sees the
+whole batch must reach the same weights, up to rounding from another order of additions.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="ark")
     arguments = parser.parse_args()
-    if "RANK" not in os.environ:  # plain python: start two ranks as torchrun would
+    if "RANK" not in os.environ:  # plain python: start two ranks like torchrun
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         torchrun(["--standalone", "--nproc-per-node=2", __file__, *sys.argv[1:]])
         return

@@ -1,10 +1,10 @@
-"""Writes text with the model that examples/train_gpt.py has trained, token by token, and compares four ways to do so.
+"""Writes text with the model that examples/train_gpt.py has trained, token by token, in four ways that it compares.
 
     python examples/decode_gpt.py --folder demo-output      # train_gpt.py does this at its end
 
 The same step runs eagerly, compiled by Inductor, compiled by ark, and in ark's resident mode, where all steps are one
-launch. All draw with the same noise. Results: decode.json, sample.txt and schedule.svg, a drawing of what each worker
-did in one compiled step. Exit code: 0, or 1 where resident mode and single launches have written different texts.
+launch. All use the same noise. Results: decode.json, sample.txt and schedule.svg, a drawing of each worker's tasks in
+one compiled step. Exit code: 0, or 1 if resident mode and single launches have written different texts.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ def trained(folder: Path) -> GPT:
 
 @torch.no_grad()
 def traced_steps(gpt: GPT) -> None:
-    """Some steps for the timeline that ARK_TRACE names."""
+    """Runs some steps for the timeline that ARK_TRACE names."""
     Writer("ark", gpt, PROMPT, torch.zeros(40, 1, VOCABULARY), TEMPERATURE).write()
 
 
 def draw_schedule(arguments: argparse.Namespace) -> None:
-    """In a process of its own, so that tracing slows down nothing that is timed."""
+    """Traces in a separate process, so that tracing does not slow down anything that is timed."""
     from ark_torch.tools import trace
 
     timeline = arguments.folder / "trace.json"
     command = [sys.executable, __file__, "--trace", "--folder", str(arguments.folder), "--threads"]
     subprocess.run([*command, str(arguments.threads)], env={**os.environ, "ARK_TRACE": str(timeline)}, check=True)
-    with contextlib.redirect_stdout(None):  # its summary: `ark trace` prints it
+    with contextlib.redirect_stdout(None):  # hides its summary, which `ark trace` prints
         code = trace.main([str(timeline), "--picture", str(arguments.folder / "schedule.svg")])
     if code != 0:
         raise RuntimeError(f"{timeline} holds no step")

@@ -1,19 +1,19 @@
-"""Trains a DLRM, a recommender whose embedding tables are split over ranks, and checks it against one process.
+"""Trains a DLRM, a recommender with embedding tables distributed over ranks, and compares it with one process.
 
     python examples/dlrm.py                             # starts two ranks by itself
     torchrun --nproc-per-node 2 examples/dlrm.py --sharding row_wise
     torchrun --nproc-per-node 2 examples/dlrm.py --device cuda --dim 128 --max-rows 5000000 --batch 65536
     torchrun --nproc-per-node 2 examples/dlrm.py --device cuda --capture
 
-The data is made up, of the shape of Criteo's: 13 numbers and 26 categories a sample, whose sizes are those of the
-Kaggle set (capped by --max-rows) and whose values are Zipf-distributed, and a click or none. Clicks follow a hidden
-value of each category, so there is something to learn: the area under the ROC curve (AUC) rises from 0.5.
+The data is synthetic, in Criteo's format: 13 numbers and 26 categories per sample, and a click or none. The categories
+have the Kaggle set's sizes (capped by --max-rows) and Zipf-distributed values. Clicks depend on a hidden value of each
+category, so that the model can learn: the area under the ROC curve (AUC) rises from 0.5.
 
 Each rank reads its share of a batch. Tables are on different ranks (ark_torch.nn.ShardedEmbeddingBags) and are updated
-by row-wise Adagrad within the backward pass; the two MLPs are under DistributedDataParallel. The first steps (--check)
-are run in one process, too, of plain PyTorch: it must arrive at the same weights, up to the rounding of sums taken in
-another order. With --capture a step is one launch (ark_torch.train.capture; on CPUs the same steps one by one), and
-Adam in the place of Adagrad trains the MLPs, since PyTorch's Adagrad has no form for CUDA graphs.
+by row-wise Adagrad within the backward pass. The two MLPs are under DistributedDataParallel. The first steps (--check)
+also run in one process with plain PyTorch, which must reach the same weights, up to rounding from another order of
+additions. With --capture a step is one launch (ark_torch.train.capture; eager on CPUs), and Adam trains the MLPs in
+place of Adagrad, because PyTorch's Adagrad does not support CUDA graphs.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ DENSE = 13
 CATEGORIES = [1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10,
               5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572]  # fmt: skip
 EPS = 1e-6  # of Adagrad
-HELD_OUT = 1 << 20  # batches from this number on are not trained on
+HELD_OUT = 1 << 20  # batches from this number on are not used for training
 
 
 @dataclass
 class Batch:
     dense: Tensor  # [samples, 13]
-    categories: list[Tensor]  # of each table [samples, 1]
+    categories: list[Tensor]  # one per table, [samples, 1]
     clicks: Tensor  # [samples]
 
 
 class Clicks:
-    """Batches of made-up samples, each from its number alone: any rank can draw any of them."""
+    """Batches of synthetic samples. A batch depends only on its number, so that any rank can draw any of them."""
 
     def __init__(self, rows: list[int], samples: int, seed: int, device: torch.device) -> None:
         self.rows, self.samples, self.seed, self.device = rows, samples, seed, device
@@ -69,7 +69,7 @@ class Clicks:
         categories = []
         for table, rows in enumerate(self.rows):
             uniform = torch.rand(self.samples, generator=generator, device=self.device)
-            chosen = ((rows + 1.0) ** uniform).long().sub_(1).clamp_(0, rows - 1)  # Zipf: row k as often as 1 / k
+            chosen = ((rows + 1.0) ** uniform).long().sub_(1).clamp_(0, rows - 1)  # Zipf: row k with probability 1 / k
             categories.append(chosen[:, None])
             logits += self.scales[table] * hidden(chosen, table)
         clicks = torch.rand(self.samples, generator=generator, device=self.device) < logits.sigmoid()
@@ -77,7 +77,7 @@ class Clicks:
 
 
 def hidden(rows: Tensor, table: int) -> Tensor:
-    """What a category is worth, from -0.5 to 0.5: a hash of it."""
+    """Returns a category's hidden value, from -0.5 to 0.5: a hash of it."""
     mixed = (rows + 1) * 2654435761 + (table + 1) * 40503 * 65537
     mixed = ((mixed ^ (mixed >> 15)) * 2246822519) & 0xFFFFFFFF
     return (mixed ^ (mixed >> 13)).remainder(65536).float() / 65536 - 0.5
@@ -96,7 +96,7 @@ def mlp(*sizes: int) -> nn.Sequential:
 
 
 class Interaction(nn.Module):
-    """All of a DLRM but its tables: bottom MLP, products of all pairs of vectors, top MLP."""
+    """All of a DLRM except its tables: bottom MLP, products of all pairs of vectors, top MLP."""
 
     def __init__(self, tables: int, dim: int, width: int) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Interaction(nn.Module):
 
 
 class Dlrm(nn.Module):
-    """The tables split over the ranks of `group`, the rest a copy a rank."""
+    """Tables distributed over the ranks of `group`, the rest replicated."""
 
     def __init__(self, rows: list[int], arguments: argparse.Namespace, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Dlrm(nn.Module):
             sharding=arguments.sharding,
             optimizer_class=ark_torch.ops.RowwiseAdagrad,
             optimizer_kwargs={"lr": arguments.lr, "eps": EPS},
-            # A sample has one index a table: the most that a rank brings, so that no host has to count them.
+            # A sample has one index per table, which gives the maximum per rank, so that the host need not count them.
             max_values=arguments.batch // dist.get_world_size(group) if arguments.capture else None,
         )
         for name, table in self.bags.tables.items():
@@ -136,7 +136,7 @@ class Dlrm(nn.Module):
 
 
 class PlainDlrm(nn.Module):
-    """The same in one process and of PyTorch's modules, with the first values of `model`, whose group is this rank."""
+    """The same in one process with PyTorch's modules and the initial values of `model`, a group of one rank."""
 
     def __init__(self, model: Dlrm) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class PlainDlrm(nn.Module):
 
     @torch.no_grad()
     def update_tables(self, lr: float) -> None:
-        """Row-wise Adagrad."""
+        """Applies row-wise Adagrad."""
         for table, sums in zip(self.tables, self.sums, strict=True):
             gradient = table.weight.grad.coalesce()
             rows, values = gradient.indices()[0], gradient.values()
@@ -173,7 +173,7 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, list[Tensor], Tensor]) -> Ten
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> Tensor:
-    """Tables of a Dlrm are new when this returns; their optimizer ran in the backward pass."""
+    """A Dlrm's tables are already updated when this returns, because their optimizer runs in the backward pass."""
     optimizer.zero_grad()
     loss = loss_of(model, (batch.dense, batch.categories, batch.clicks))
     loss.backward()
@@ -182,7 +182,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch)
 
 
 def auc_of(scores: Tensor, clicks: Tensor) -> float:
-    """How often a sample with a click has the higher score."""
+    """Returns how often a sample with a click has the higher score."""
     order = scores.argsort()
     places = torch.empty_like(order).scatter_(0, order, torch.arange(1, len(order) + 1, device=order.device))
     positive = clicks.sum()
@@ -201,7 +201,7 @@ def held_out_auc(model: nn.Module, data: Clicks, rank: int, world: int, batches:
 
 
 def check(model: Dlrm, losses: list[float], data: Clicks, arguments: argparse.Namespace, alone: Dlrm) -> None:
-    """The steps so far once more, in this process by itself."""
+    """Repeats the steps so far in this process alone."""
     plain = PlainDlrm(alone)
     optimizer = optimizer_of(plain.rest, arguments)
     close = {"rtol": 2e-3, "atol": 2e-4}
@@ -244,7 +244,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    if "RANK" not in os.environ:  # plain python: start two ranks as torchrun would
+    if "RANK" not in os.environ:  # plain python: start two ranks like torchrun
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         torchrun(["--standalone", "--nproc-per-node=2", __file__, *sys.argv[1:]])
         return
@@ -292,7 +292,7 @@ def main() -> None:
             mine = share(data.batch(step), rank, world)
             loss = step_of(mine)
             last = step + 1 == arguments.steps
-            if step < arguments.check or (step + 1) % 10 == 0 or last:  # on a GPU, asking for a number waits for it
+            if step < arguments.check or (step + 1) % 10 == 0 or last:  # on a GPU, reading a number waits for it
                 dist.all_reduce(loss)
                 mean = float(loss) / world
                 told = f"loss {mean:.4f}"

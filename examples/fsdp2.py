@@ -1,10 +1,10 @@
-"""FSDP2 (fully_shard) over ark, checked against the same training in one process.
+"""FSDP2 (fully_shard) over ark, compared with the same training in one process.
 
     python examples/fsdp2.py                            # starts two ranks by itself
     torchrun --nproc-per-node 2 examples/fsdp2.py
 
-Every rank keeps a shard of each weight, gathers a layer when it is needed (all_gather) and passes its share of the
-gradients on (reduce_scatter). The gathered weights must equal those of one process that sees the whole batch.
+Every rank keeps a shard of each weight, gathers a layer when needed (all_gather) and distributes its gradients
+(reduce_scatter). The gathered weights must equal those of one process that sees the whole batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STEPS, BATCH, LENGTH, FEATURES, WIDTH, LAYERS = 10, 24, 8, 5, 32, 3
 
 def make_model() -> nn.Module:
     torch.manual_seed(0)
-    # 63 hidden features cannot be shared equally: shards of unequal size.
+    # 63 hidden features do not divide evenly, so shards have unequal sizes.
     layers = (nn.TransformerEncoderLayer(WIDTH, 4, 63, dropout=0.0, batch_first=True) for _ in range(LAYERS))
     return nn.Sequential(nn.Linear(FEATURES, WIDTH), *layers)
 
@@ -50,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="ark")
     arguments = parser.parse_args()
-    if "RANK" not in os.environ:  # plain python: start two ranks as torchrun would
+    if "RANK" not in os.environ:  # plain python: start two ranks like torchrun
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         torchrun(["--standalone", "--nproc-per-node=2", __file__, *sys.argv[1:]])
         return
@@ -63,7 +63,7 @@ def main() -> None:
     model = make_model()
     for layer in list(model)[1:]:
         fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)  # what is left: the first layer
+    fully_shard(model, mesh=mesh)  # the rest: the first layer
     train(model, rank, world)
 
     alone = make_model()

@@ -1,11 +1,11 @@
-"""Tensor parallelism with DTensor over ark, checked against the same training in one process.
+"""Tensor parallelism with DTensor over ark, compared with the same training in one process.
 
     python examples/tensor_parallel.py                  # starts two ranks by itself
     torchrun --nproc-per-node 2 examples/tensor_parallel.py
 
-The first product of each block is split by columns, the second by rows: every rank computes a partial result and one
-all_reduce a block adds them up. In the sequence-parallel block the activations between are split as well, which turns
-the all_reduce into all_gather and reduce_scatter. All ranks see the same batch.
+The first product of each block is split by columns, the second by rows: every rank computes a partial result, and one
+all_reduce per block adds them. In the sequence-parallel block the activations in between are split as well, which
+replaces the all_reduce by all_gather and reduce_scatter. All ranks see the same batch.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="ark")
     arguments = parser.parse_args()
-    if "RANK" not in os.environ:  # plain python: start two ranks as torchrun would
+    if "RANK" not in os.environ:  # plain python: start two ranks like torchrun
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         torchrun(["--standalone", "--nproc-per-node=2", __file__, *sys.argv[1:]])
         return

@@ -3,12 +3,11 @@
     python examples/train_gpt.py                                # starts its own two ranks
     torchrun --nproc-per-node 2 examples/train_gpt.py           # the same under torchrun
 
-The training runs three times: over ark, over Gloo (the backend that PyTorch brings) and over ark again. Then
-decode_gpt.py lets the model write, compiled by ark and in three other ways. The program shows the loss curve, whether
-the weights agree (bit for bit between the runs over ark, within rounding with Gloo), what communication cost, and how
-fast text was written; its exit code is 1 if something does not agree. All is in index.html of the output folder.
-What ark asks for is one word in gpt/training.py, dist.init_process_group("ark"), and one in gpt/decoding.py,
-torch.compile(step, backend="ark").
+The training runs three times: over ark, over Gloo (PyTorch's own backend) and over ark again. Then decode_gpt.py lets
+the model write, compiled by ark and in three other ways. The program shows the loss curve, whether the weights agree
+(bit for bit between the runs over ark, within rounding with Gloo), the cost of communication, and the speed of writing.
+The exit code is 1 if something does not agree. index.html in the output folder has all results. Using ark takes one
+word in gpt/training.py, dist.init_process_group("ark"), and one in gpt/decoding.py, torch.compile(step, backend="ark").
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from gpt.data import check_length, load_corpus
 from gpt.model import GPT, ModelConfig
 from gpt.training import Place, RunResult, TrainingConfig, measure_communication, train
 
-CUDA_BACKENDS = {"ark", "nccl"}  # their groups carry CUDA tensors; Gloo's only by way of host memory
+CUDA_BACKENDS = {"ark", "nccl"}  # their groups carry CUDA tensors; Gloo's only through host memory
 
 
 def positive(text: str) -> int:
@@ -88,7 +87,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def backends_of(arguments: argparse.Namespace) -> list[str]:
-    """The runs, in order."""
+    """Returns the backends of the runs, in order."""
     compared = [] if arguments.compare == "none" else [arguments.compare]
     repeated = [] if arguments.no_repeat else [arguments.backend]
     return [arguments.backend, *compared, *repeated]
@@ -110,7 +109,7 @@ def pick_device_type(arguments: argparse.Namespace) -> str:
 
 
 def run_rank(arguments: argparse.Namespace) -> bool:
-    """One rank's part: all runs, then the report from rank 0."""
+    """Runs one rank's part: all runs, then the report on rank 0."""
     store, rank, world = next(dist.rendezvous("env://"))
     device = torch.device(arguments.device_type, *([int(os.environ["LOCAL_RANK"])] * (arguments.device_type == "cuda")))
     torch.set_num_threads(arguments.threads)
@@ -147,7 +146,7 @@ def run_rank(arguments: argparse.Namespace) -> bool:
 
 
 def write_text(arguments: argparse.Namespace, folder: Path, world: int) -> bool:
-    """In a process of its own, which has the threads that all ranks had; False where it fails, and it says why."""
+    """Runs decode_gpt.py in a separate process with the threads of all ranks. Returns False if it failed."""
     for name in ("decode.json", "sample.txt", "schedule.svg", "trace.json"):  # of an earlier run
         (folder / name).unlink(missing_ok=True)
     launched = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "OMP_")
@@ -159,7 +158,7 @@ def write_text(arguments: argparse.Namespace, folder: Path, world: int) -> bool:
 
 
 def main() -> None:
-    arguments = parse_arguments()  # here too, before any rank starts: a mistake is told once
+    arguments = parse_arguments()  # also here, before any rank starts: an error is printed once
     if "RANK" in os.environ:
         sys.exit(0 if run_rank(arguments) else 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(arguments.threads))

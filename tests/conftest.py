@@ -1,14 +1,14 @@
-"""Shared by all tests: markers, hard time limits, and the check that a test leaves nothing behind.
+"""Shared by all tests: markers, hard time limits, and a check that a test leaves nothing behind.
 
-Tiers: `quick` (make test-quick), none (make test), `nightly` (only with --night: make test-nightly, which runs all
-tests, and those of the compiler with full optimisation). `changed("setup.py", ...)`: nightly, but in `make test` too
-when the last commit or what is not committed yet changes one of these paths (ARK_TEST_BASE: since another revision).
-`by_day("3", "2-carried")`: of a parametrized test only the cases of these names run in make test, the others at night.
-`alone`: not beside other tests, since it needs both cores or holds a bound on time. --shard 2/5 runs every fifth test,
-from the second on.
+Tiers: `quick` (make test-quick), unmarked (make test), `nightly` (only with --night: make test-nightly, which runs all
+tests, the compiler's with full optimisation). `changed("setup.py", ...)`: nightly, but also in `make test` if the last
+commit or an uncommitted change touches one of these paths (ARK_TEST_BASE: since another revision). `by_day("3",
+"2-carried")`: make test runs only these cases of a parametrized test, the night runs all of them. `alone`: not at the
+same time as other tests, because it needs both cores or has a time bound. --shard 2/5 runs every fifth test, starting
+with the second.
 
-A test without a time limit of its own gets one here; the limit is enforced by a timer signal, so that a test that hangs
-in the test process itself fails too (ranks have their own limits, see support/launcher.py).
+pytest-timeout ends a test that hangs in the test process (pyproject.toml has the limit of tests that name none; ranks
+have their own limits, see support/launcher.py).
 """
 
 from __future__ import annotations
@@ -17,17 +17,13 @@ import functools
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
-from types import FrameType
 
 import pytest
 from support import precompiled, processes, start, tables
-
-HARD_LIMIT_S = 300.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,16 +37,17 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "changed(*paths): nightly, but runs in make test too when one of these changed")
     config.addinivalue_line("markers", "by_day(*names): the cases of a parametrized test that are not nightly")
     config.addinivalue_line("markers", "alone: runs beside no other test")
-    config.addinivalue_line("markers", "limit(seconds): hard time limit of one test")
-    # A job in a shell's background is started with Ctrl-C ignored, and so would be all processes that it starts.
+    # A shell starts background jobs with Ctrl-C ignored, and all their child processes would inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @functools.cache
 def _changed_paths() -> tuple[str, ...]:
-    """What differs from the base revision, untracked files included. Where git cannot say: everything, if a base was
-    asked for; nothing in a clone without history."""
+    """Returns the paths that differ from the base revision, untracked files included.
+
+    If git cannot tell, it returns everything if a base was requested, and nothing in a clone without history.
+    """
     root = Path(__file__).resolve().parents[1]
 
     def git(*arguments: str) -> list[str] | None:
@@ -81,13 +78,13 @@ def _is_for_the_night(item: pytest.Item) -> bool:
 
 
 def _case_of(item: pytest.Item) -> str:
-    """Such as 2-carried, of test_reduce[2-carried]."""
+    """Returns for example 2-carried for test_reduce[2-carried]."""
     return item.name.partition("[")[2].removesuffix("]")
 
 
 @pytest.hookimpl(tryfirst=True, specname="pytest_collection_modifyitems")
 def pytest_check_cases_by_day(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A case that has another name now would silently be the night's."""
+    """Checks that the named cases exist. A renamed case would silently become nightly."""
     if any("::" in argument for argument in config.args):
         return
     cases: dict[str, tuple[set[str], set[str]]] = {}
@@ -115,41 +112,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = kept
 
 
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    marker = item.get_closest_marker("limit")
-    limit = float(marker.args[0]) if marker else HARD_LIMIT_S
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def expired(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"{item.nodeid} ran past its hard limit of {limit:.0f} s")
-
-    previous = signal.signal(signal.SIGALRM, expired)
-    signal.setitimer(signal.ITIMER_REAL, limit)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-
-
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One for all processes of the run (pytest-xdist gives each a folder within the run's)."""
+    """Returns one folder for all processes of the run. pytest-xdist gives each process a folder inside it."""
     base = tmp_path_factory.getbasetemp()
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _shared_compilers(request: pytest.FixtureRequest, shared_folder: Path) -> Iterator[None]:
-    """What compilers need, ark's and Inductor's, is made once for this process and all that it starts."""
+    """Prepares what ark's and Inductor's compilers need, once for this process and all that it starts."""
     cache = shared_folder / "compiled"
     cache.mkdir(mode=0o700, exist_ok=True)
     made = {
         "TORCHINDUCTOR_CACHE_DIR": str(shared_folder / "inductor"),
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no processes beside those of the tests
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no processes besides those of the tests
         "ARK_TEST_CACHE": str(cache),
     }
     if request.config.getoption("--night"):
@@ -164,19 +141,19 @@ def _shared_compilers(request: pytest.FixtureRequest, shared_folder: Path) -> It
 
 
 def _shared_memory_names() -> set[str]:
-    """Names that a job of ours could leave: the machine may run other programs that use /dev/shm."""
+    """Returns names that our jobs could leave. Other programs on the machine may use /dev/shm, too."""
     return {name for name in os.listdir("/dev/shm") if "ark" in name}
 
 
 def _own_memfds() -> set[str]:
-    """But for the libraries of compiled regions, which live as long as what Dynamo compiled."""
+    """Leaves out the libraries of compiled regions, which live as long as Dynamo's code."""
     links = processes.open_descriptors().values()
     return {link for link in links if link.startswith("/memfd:ark") and not link.startswith("/memfd:ark-plan")}
 
 
 @pytest.fixture
 def leaves_nothing() -> Iterator[None]:
-    """No process, shared memory file or memfd of the test is left when it ends."""
+    """Checks that no process, shared memory file or memfd of the test remains when it ends."""
     before = _shared_memory_names()
     yield
     deadline = time.monotonic() + 5

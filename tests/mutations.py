@@ -1,11 +1,11 @@
-"""Small faults put into the code one by one, and which of the nearest tests notices: `make test-mutations`.
+"""Inserts small faults into the code one by one and runs the nearest tests against each: `make test-mutations`.
 
     python tests/mutations.py [--only REGEX] [--tier gate|all] [--json FILE] [--list | --check]
 
-Faults stand in tests/faults/, one file a part of the code. Each is put into a copy of the project (build/mutations),
-built, run against the tests that it names until one fails, and taken out again. A hang or a crash counts as noticed; a
-build that fails is an error of the list. At the end the tests that noticed run once more without any fault, since one
-that fails anyway notices nothing. Exit code: 0 when all were noticed, 1 when some were not, 2 for errors.
+Faults are in tests/faults/, one file per part of the code. Each is inserted into a copy of the project
+(build/mutations), built, run against the tests that it names until one fails, and removed. A hang or a crash counts as
+noticed; a failed build is an error of the list. At the end the tests that noticed run once more without any fault,
+because a test that always fails notices nothing. Exit code: 0 if all were noticed, 1 if some were not, 2 for errors.
 
 --tier gate counts what `make test` runs, all also what is nightly (and AddressSanitizer's programs).
 """
@@ -36,7 +36,7 @@ from support import processes
 
 @dataclass
 class Result:
-    """What became of one fault."""
+    """The result of one fault."""
 
     fault: Fault
     caught_by: list[str] = field(default_factory=list)  # tests, each "NAME how"
@@ -60,7 +60,7 @@ class Result:
 
 
 def check(faults: Sequence[Fault], root: Path = ROOT) -> list[str]:
-    """What is wrong with the list: patterns that have gone stale, files and tests that are not there."""
+    """Returns errors of the list: stale patterns, missing files and tests."""
     wrong = [f"{name} stands twice" for name in sorted({f.name for f in faults}) if _count(faults, name) > 1]
     for fault in faults:
         try:
@@ -91,7 +91,7 @@ def build_for(tree: Tree, near: Program | Python) -> None:
 
 
 def try_fault(tree: Tree, fault: Fault, tier: str) -> Result:
-    """Puts it in, runs its tests until one fails, and takes it out."""
+    """Inserts the fault, runs its tests until one fails, and removes it."""
     result = Result(fault)
     begin = time.monotonic()
     built: set[str] = set()
@@ -117,7 +117,7 @@ def try_fault(tree: Tree, fault: Fault, tier: str) -> Result:
 
 
 def confirm(tree: Tree, results: Sequence[Result], tier: str) -> None:
-    """What noticed a fault passes without one; where it does not, the result becomes an error."""
+    """Tests that noticed a fault must pass without one. Otherwise the result becomes an error."""
     caught = [result for result in results if result.by is not None]
     programs: dict[Program, list[Result]] = {}
     python: list[Result] = []
@@ -176,7 +176,7 @@ def report(results: Sequence[Result], tier: str) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Runs the command line. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python tests/mutations.py", description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", metavar="REGEX", help="faults whose name has this")
     parser.add_argument("--tier", choices=("gate", "all"), default="gate", help="which tests count (default gate)")
@@ -195,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if wrong or options.check:
         say(f"{len(faults)} faults, {len(wrong)} of them wrong")
         return 2 if wrong else 0
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # as Ctrl-C: tests end with us
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # like Ctrl-C: tests end with us
     processes.become_subreaper()
     tree = Tree(options.folder.resolve())
     tree.refresh()

@@ -255,7 +255,7 @@ def make_region(
     return region
 
 
-def plan_for(lowering: Lowering, target: str, cache: str = "auto") -> tuple[str, str]:
+def plan_for(lowering: Lowering, target: str, cache: str = "auto") -> str:
     """The region's plan for another target, for inspection: JSON and a drawing."""
     from ark_torch import _C
 

@@ -85,6 +85,7 @@ class Captured:
                 self._builder = cut(graph, options, report, launcher)
                 self._builder.lower()
             self.has_collectives = self._builder.groups or any(map(_is_collective, graph.graph.nodes))
+            self.exchanged_rows = max(map(_exchanged_rows, graph.graph.nodes), default=0)
             way.append(fast_call.Way(inputs))
             return self._run
 
@@ -168,6 +169,16 @@ class Captured:
 
 def _is_collective(node: Node) -> bool:
     return getattr(node.target, "namespace", "") in ("_c10d_functional", "_c10d_functional_autograd", "c10d", "ark")
+
+
+def _exchanged_rows(node: Node) -> int:
+    """Rows of what a collective gives that has the same shape on all ranks; 0 for other nodes."""
+    value = node.meta.get("val")
+    if not _is_collective(node) or not isinstance(value, torch.Tensor) or value.dim() < 2 or value.numel() == 0:
+        return 0
+    if not any(kind in str(node.target) for kind in ("all_reduce", "all_gather", "reduce_scatter")):
+        return 0
+    return int(value.numel() // value.shape[-1])
 
 
 @functools.cache

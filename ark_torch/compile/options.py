@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ark_torch import _suggest
@@ -36,83 +36,80 @@ class Option:
         return isinstance(value, self.allowed)
 
 
-OPTIONS = (
-    Option(
+MODES = ("default",)
+# With more workers per core than this, they mostly wait for each other's time slices.
+THREADS_A_CORE = 4
+
+
+def _option(name: str, default: Any, allowed: tuple[Any, ...] | type, doc: str) -> Any:
+    return field(default=default, metadata={"option": Option(name, default, allowed, doc)})
+
+
+@dataclass(frozen=True)
+class Options:
+    """The values in force, one field per key."""
+
+    choose: str = _option(
         "choose",
         "measure",
         ("ark", "inductor", "measure"),
         "Who runs a graph. ark: its regions, with Inductor for what ark does not run. inductor: Inductor, as without "
         "ark. measure: these and eager PyTorch are timed, and the fastest is taken and remembered in the cache folder, "
         "so that later runs of the program take the same.",
-    ),
-    Option(
+    )
+    wait: bool = _option(
         "wait",
         False,
         bool,
         'With choose="measure". False: Inductor serves while ark\'s regions are compiled in the background, and some '
         "of the program's next calls are the ones that are timed. True: the first call compiles and times all.",
-    ),
-    Option(
+    )
+    fallback: bool = _option(
         "fallback",
         True,
         bool,
         "False: what ark does not support is an error that names operator, module and source line, instead of going "
         "to Inductor.",
-    ),
-    Option(
+    )
+    threads: int | None = _option(
         "threads",
         None,
         int,
         "Worker threads of the kernel, up to four a core. None: torch.get_num_threads() when it is compiled.",
-    ),
-    Option(
+    )
+    nan: str = _option(
         "nan",
         "skip",
         ("skip", "exact"),
         "skip: attention passes over blocks of positions that its mask (or is_causal) leaves out, so NaN or infinity "
         "there may not reach the result, and eager PyTorch has NaN; at positions in use they always do. exact: "
         "such attention is left to PyTorch's own kernels. Attention written as products and a softmax is always exact.",
-    ),
-    Option(
+    )
+    differentiate_twice: bool = _option(
         "differentiate_twice",
         False,
         bool,
         "True: graphs that train run eagerly, so that their gradients have gradients (create_graph=True), which "
         "torch.compile has on no backend. torch.func.grad of torch.func.grad needs no option.",
-    ),
-    Option(
+    )
+    cache: str = _option(
         "cache",
         "auto",
         ("auto", "none", "all-first", "all-last"),
         "What caches are told of each load and store; results are the same. auto: what the compiler chooses from when "
         "a value is read again and what the machine was measured to gain. none: plain loads and stores. all-first "
         "(all-last): everything makes way first (last), for comparisons.",
-    ),
-    Option(
+    )
+    minimum: int = _option(
         "minimum",
         2,
         int,
         "A region with fewer operators than this (views and constants do not count) is not worth a call of its own "
         "and goes to Inductor with the rest.",
-    ),
-)
-MODES = ("default",)
-# With more workers per core than this, they mostly wait for each other's time slices.
-THREADS_A_CORE = 4
+    )
 
 
-@dataclass(frozen=True)
-class Options:
-    """The values in force, one field per key of OPTIONS."""
-
-    choose: str = "measure"
-    wait: bool = False
-    fallback: bool = True
-    threads: int | None = None
-    minimum: int = 2
-    nan: str = "skip"
-    differentiate_twice: bool = False
-    cache: str = "auto"
+OPTIONS: tuple[Option, ...] = tuple(one.metadata["option"] for one in fields(Options))
 
 
 def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:

@@ -58,7 +58,7 @@ class PieceReport:
     operators: Counter[str]
     reason: str = ""
     region: Any = None  # _C.plan.Region, if one was compiled
-    target_plan: tuple[str, str] | None = None  # JSON and drawing of the plan for Report.target
+    target_plan: str | None = None  # JSON of the plan for Report.target
 
     @property
     def plan_json(self) -> str:
@@ -74,7 +74,7 @@ class PieceReport:
         why = f"; {self.reason}" if self.reason else ""
         planned = f"\n    {accesses.line(json.loads(self.plan_json))}" if self.region is not None else ""
         if self.target_plan is not None:
-            planned += f"\n    {frame_text(self.target_plan[0])}"
+            planned += f"\n    {frame_text(self.target_plan)}"
         return f"{self.name} runs on {NAMES[self.runs_on]}: {', '.join(parts)}{why}{planned}"
 
 

@@ -96,7 +96,7 @@ def _piece(piece: PieceReport) -> Sequence[str]:
 def _region(title: str, piece: PieceReport, timelines: list[dict[str, Any]]) -> Iterator[str]:
     plans = [("", piece.plan_json)]
     if piece.target_plan is not None:
-        plans.append(("planned for ", piece.target_plan[0]))
+        plans.append(("planned for ", piece.target_plan))
     for how, text in plans:
         plan = json.loads(text)
         target = plan["target"]["name"]

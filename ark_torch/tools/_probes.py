@@ -17,7 +17,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from ark_torch._version import __version__
 
 HERE = Path(__file__).resolve().parent
 MIB = 1 << 20
+MEASURED = ("H100", "H200")  # GPU models that the built-in dispatch was measured on
 OK, INFO, WARN, FAIL = "ok", "info", "warn", "FAIL"
 
 
@@ -209,9 +210,11 @@ def cuda() -> Iterator[Row]:
         return
     rows = [Row(**row) for row in json.loads(text)]
     yield from rows
-    gpus = sum(row.probe.startswith("gpu ") for row in rows)
-    if gpus > 1:
-        yield from between_gpus(gpus, [row for row in rows if row.probe == "peer access" and row.state != OK] != [])
+    gpus = [row.found for row in rows if row.probe.startswith("gpu ")]
+    if len(gpus) > 1:
+        missing = any(row.probe == "peer access" and row.state != OK for row in rows)
+        yield from between_gpus(len(gpus), missing)
+        yield from thresholds([text.split(",")[0] for text in gpus])
 
 
 def between_gpus(gpus: int, missing: bool) -> Iterator[Row]:
@@ -243,6 +246,22 @@ def between_gpus(gpus: int, missing: bool) -> Iterator[Row]:
         sums = "" if ranks <= 2 or env.read().reduction == "fast" else " (sums are ark's)"
         found += f"; PyTorch's NCCL for {least >> 10} KB to {most >> 20} MB{sums}"
     yield Row("between GPUs", INFO, found, "ARK_DISABLE_P2P=0 leaves all to NCCL" if wish != "1" else "")
+
+
+def thresholds(models: Sequence[str]) -> Iterator[Row]:
+    """Whether the built-in dispatch was measured on such GPUs, if no table replaces it."""
+    try:
+        if env.read().dispatch:
+            return  # dispatch() reports it
+    except ValueError:
+        return
+    others = sorted({model for model in models if not any(known in model for known in MEASURED)})
+    found = f"built in, measured on {' and '.join(MEASURED)}"
+    if others:
+        advice = "`ark tune --cuda` on the idle machine writes one; ARK_DISPATCH names it"
+        yield Row("dispatch", INFO, f"{found}; none was made for {', '.join(others)}", advice)
+    else:
+        yield Row("dispatch", INFO, found)
 
 
 def dispatch() -> Iterator[Row]:

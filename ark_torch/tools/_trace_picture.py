@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from html import escape
+from typing import Any
 
 from ark_torch.tools._trace_files import Slice, Step
 
@@ -15,6 +16,19 @@ WIDTH, MARGIN, TOP, LANE = 1400, 110, 58, 34
 THIN, MANY = 5, 40  # height of a lane if there are more lanes than this
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2", "#edc948", "#9c755f")
 WAIT = "#d3d3d3"
+
+
+def estimated(plan: dict[str, Any]) -> Step:
+    """The step that a plan (its JSON) expects, if all tasks take their estimated time."""
+    slices = []
+    for task in plan["tasks"]:
+        stage = plan["stages"][task["stage"]]
+        waits = [plan["events"][event].get("of", "nothing") for event in task["waits"]]
+        tile = f"{task['begin']} to {task['end']}" + (", a replica" if task.get("replica") else "")
+        tile += f", waits for {'; '.join(waits)}" if waits else ""
+        arguments = {"origin": stage["origin"], "tile": tile}
+        slices.append(Slice(stage["name"], stage["kind"], task["begin_us"], task["cost_us"], task["worker"], arguments))
+    return Step(plan["target"]["name"], 0, 0.0, max((one.end for one in slices), default=1e-3), 0, slices)
 
 
 def _colours(slices: Sequence[Slice]) -> dict[str, str]:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ark_torch.tools._trace_picture import draw, estimated
+
 if TYPE_CHECKING:
     from ark_torch.compile.report import PieceReport
 
@@ -63,14 +65,17 @@ def work(plan: dict[str, Any]) -> Iterator[str]:
 
 
 def write(piece: PieceReport, stem: Path) -> None:
-    stem.with_suffix(".json").write_text(piece.plan_json)
-    stem.with_suffix(".svg").write_text(piece.region.svg())
+    _write_plan(piece.plan_json, stem)
     stem.with_suffix(".cpp").write_text(piece.region.source())
     if piece.target_plan is not None:
-        plan, drawing = piece.target_plan
-        target = json.loads(plan)["target"]["name"]
-        stem.with_suffix(f".{target}.json").write_text(plan)
-        stem.with_suffix(f".{target}.svg").write_text(drawing)
+        target = json.loads(piece.target_plan)["target"]["name"]
+        _write_plan(piece.target_plan, stem.with_name(f"{stem.name}.{target}"))
+
+
+def _write_plan(text: str, stem: Path) -> None:
+    """As JSON, and as a drawing of its estimated schedule."""
+    stem.with_name(f"{stem.name}.json").write_text(text)
+    stem.with_name(f"{stem.name}.svg").write_text(draw([estimated(json.loads(text))]))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -115,8 +120,8 @@ def main(argv: list[str] | None = None) -> int:
             print(f"  graph {number}, {piece.name}:")
             print("\n".join(work(json.loads(piece.plan_json))))
             if piece.target_plan is not None:
-                print("  planned " + frame_text(piece.target_plan[0]) + ":")
-                print("\n".join(work(json.loads(piece.target_plan[0]))))
+                print("  planned " + frame_text(piece.target_plan) + ":")
+                print("\n".join(work(json.loads(piece.target_plan))))
             if chosen.output is not None:
                 chosen.output.mkdir(parents=True, exist_ok=True)
                 write(piece, chosen.output / f"graph{number}-{piece.name.replace(' ', '')}")

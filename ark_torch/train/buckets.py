@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ark_torch.train.agreement import Agreement, ark_backend
+from ark_torch.train.compressed import CompressedSums
+from ark_torch.train.models import Subject
 
 ALIGNMENT = 512  # bytes; bucket alignment, for copies of any width
 
@@ -42,15 +44,16 @@ class Buckets:
 
     def __init__(
         self,
-        named: list[tuple[str, nn.Parameter]],
-        group: Any,
+        subject: Subject,
         agreement: Agreement,
         limit_bytes: int,
         registered: bool,
     ) -> None:
+        named = subject.averaged()
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
-        self._group, self._agreement = group, agreement
+        self._group, self._agreement = subject.group, agreement
+        self.sums = CompressedSums(subject.compression) if subject.compression is not None else None
         self._limit, self._wants_registered = limit_bytes, registered
         self._device = self._parameters[0].device
         self._stream = torch.cuda.Stream(self._device, priority=-1) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -173,16 +176,24 @@ class Buckets:
     def _launch(self) -> None:
         """Reduces the complete buckets, in the order shared by all ranks."""
         while self._last and self._next < len(self.buckets) and self.buckets[self._next].complete:
-            flat = self.buckets[self._next].flat
+            bucket = self.buckets[self._next]
             self._next += 1
             if self._stream is None:
-                self._works.append((self._reduce(flat), flat))
+                self._average(bucket)
                 continue
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
-                self._reduce(flat)
-                if self._divides:
-                    flat.div_(self._agreement.ranks)
+                self._average(bucket)
+
+    def _average(self, bucket: Bucket) -> None:
+        flat = bucket.flat
+        if self.sums is not None and self.sums.average(flat, [self._parameters[n] for n in bucket.members]):
+            return
+        work = self._reduce(flat)
+        if self._stream is None:
+            self._works.append((work, flat))
+        elif self._divides:
+            flat.div_(self._agreement.ranks)
 
     def _reduce(self, flat: Tensor) -> Any:
         op = dist.ReduceOp.SUM if self._divides else dist.ReduceOp.AVG
@@ -209,6 +220,8 @@ class Buckets:
         self._plan(order)
         self._allocate()
         self._divides = not self._can_average()
+        if self.sums is not None:
+            self.sums.begin(self._device)
         for bucket in self.buckets:
             bucket.complete = False
         self._built = True

@@ -7,6 +7,7 @@ the same in each call: all replay, or all run eagerly.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ class CapturedStep:
         if subject.ddp is not None:
             step.standby = ddp.Standby(subject.ddp, self._recorder.stream if self._recorder is not None else None)
         if self._agreement is not None and subject.averages:
-            step.buckets = Buckets(subject.averaged(), subject.group, self._agreement, limit, registered)
+            step.buckets = Buckets(subject, self._agreement, limit, registered)
         if not self._never and self._device.type == "cuda":
             self._rates = optimizers.Rates(step.optimizer, self._device)
         self._modules = list(subject.module.modules())
@@ -296,7 +297,9 @@ class CapturedStep:
             for number, micro_batches in enumerate(static.batch):
                 losses[number].copy_(step.run(micro_batches, captured=True))
 
-        return _Graph(recorder.record(body), static, losses)
+        sums = step.buckets.sums if step.buckets is not None else None
+        with sums.recording(count) if sums is not None else contextlib.nullcontext():
+            return _Graph(recorder.record(body), static, losses)
 
     def _settle_captures(self, why: str) -> bool:
         """Whether the capture succeeded on all ranks that tried."""
@@ -321,6 +324,8 @@ class CapturedStep:
         if self._step.averaging is not None:
             self._step.averaging.before_replay(count)
         graph.recording.replay()
+        if self._step.buckets is not None and self._step.buckets.sums is not None:
+            self._step.buckets.sums.count_replay(count)
         self._step.optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look at
         losses = graph.losses.clone()
         self._mover.wait()

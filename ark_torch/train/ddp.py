@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -52,6 +53,8 @@ class Standby:
         parameters, sparse = ddp._build_params_for_reducer()
         names = ddp._build_debug_param_to_name_mapping(parameters)
         ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
+        for hook, state in ddp._comm_hooks:
+            dist._register_comm_hook(ddp.reducer, state, hook)
         if ddp.static_graph:
             ddp.reducer._set_static_graph()
             ddp.logger._set_static_graph()

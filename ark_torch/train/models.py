@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 if TYPE_CHECKING:
+    from ark_torch.distributed.compression import State
     from ark_torch.train.pipeline import Pipeline
 
 
@@ -29,6 +30,7 @@ class Subject:
     group: Any = None  # its ranks run the same steps; None: this process alone
     averages: bool = False  # whether our buckets average the gradients
     ddp: DistributedDataParallel | None = None  # the wrapper whose reducer the buckets replace
+    compression: State | None = None  # of the wrapper's compression hook: the buckets compress by it
     sharded: list[Any] = field(default_factory=list)  # FSDP2 modules
     pipeline: Pipeline | None = None  # the module is then this rank's stages
     reason: str = ""  # why it cannot be captured
@@ -70,6 +72,7 @@ def take_apart(model: Any, group: Any) -> Subject:
         subject = Subject(ddp, device, ddp.process_group, reason=_why_as_it_is(ddp))
         if not subject.reason:
             subject.module, subject.ddp, subject.averages = ddp.module, ddp, True
+            subject.compression = _compression_of(ddp)
             _leave_apart(subject, frozenset(ddp.parameters_to_ignore))
         return of_several(subject)
     inner = getattr(model, "_orig_mod", None)
@@ -78,6 +81,7 @@ def take_apart(model: Any, group: Any) -> Subject:
         return of_several(Subject(model, device, inner.process_group, reason=reason))
     subject = Subject(model, device, _group_of(group), reason=_why_not_fsdp1(model))
     subject.sharded = _sharded(model)
+    subject.reason = subject.reason or _why_not_sharded(subject.sharded)
     own = bool(subject.sharded) or any(isinstance(p, DTensor) for p in model.parameters())
     subject.averages = not subject.reason and not subject.sharded and (not own or group is not None)
     _leave_apart(subject, frozenset())
@@ -146,8 +150,33 @@ def device_of(model: nn.Module) -> torch.device:
     return device
 
 
+def _compression_of(ddp: DistributedDataParallel) -> State | None:
+    """The state of ark's compression hook, if that is registered."""
+    from ark_torch.distributed import compression
+
+    for hook, state in ddp._comm_hooks:
+        if hook is compression.hook:
+            assert isinstance(state, compression.State)
+            return state
+    return None
+
+
+def _why_not_compressed(state: State) -> str:
+    """Why gradients are compressed by the hook itself, in eager steps; "" if a graph can do it."""
+    on_host = {
+        "rounding='stochastic' draws random numbers, which a graph would repeat": state.rounding == "stochastic",
+        "bits=Auto() reads gradients on the host": state.auto is not None,
+        "when='faster' measures on the host": state.when != "always",
+        "skip_zeros=True reads on the host which layers are zero": bool(state.skip_zeros),
+    }
+    return next((f"compression.State: {why}" for why, it_does in on_host.items() if it_does), "")
+
+
 def _why_as_it_is(ddp: DistributedDataParallel) -> str:
-    if ddp._comm_hooks:
+    compresses = _compression_of(ddp)
+    if compresses is not None and (why := _why_not_compressed(compresses)):
+        return why
+    if ddp._comm_hooks and compresses is None:
         name = getattr(ddp._comm_hooks[0][0], "__name__", "hook")
         return f"DistributedDataParallel has a communication hook ({name}), which is called by its own buckets"
     if ddp.mixed_precision is not None:
@@ -171,6 +200,13 @@ def _sharded(model: nn.Module) -> list[Any]:
     from torch.distributed.fsdp import FSDPModule
 
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _why_not_sharded(modules: list[Any]) -> str:
+    from ark_torch.distributed.compression import fsdp2
+
+    states = [state for module in modules for state in fsdp2.states_of(module)]
+    return next((why for why in map(_why_not_compressed, states) if why), "")
 
 
 def same_weights(subject: Subject) -> None:

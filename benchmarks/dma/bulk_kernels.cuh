@@ -1,4 +1,4 @@
-// The kernels of the bulk copy engine: compute capability 9.0 and newer.
+// Benchmark kernels of the bulk copy engine (TMA). They need compute capability 9.0 or newer.
 #include "channel_bulk.cuh"
 
 #if __CUDA_ARCH__ >= 900
@@ -30,7 +30,7 @@ ENTRY(bulk_put, 32) {
   if (put_all(p, sender, true)) sender.close();
 }
 
-// A block has kStreams streams: the first warps move, the others tell, by one thread each.
+// A block has kStreams streams. The first warps move data, the others signal; one thread of each warp does the work.
 template <BulkOp kOp, int kStreams, class Body>
 __device__ __forceinline__ void with_streams(const RunParams& p, char* memory) {
   using Stages = Streams<kStreams>;
@@ -60,7 +60,7 @@ struct PutAll {
     put_all(p, stream, true);
   }
 };
-// Adds every message to one place of the peer's, which is not in the ring; the ring's slots stay empty.
+// Adds every message to the same place in the peer's memory, outside of the ring. The ring's slots stay empty.
 struct AddAll {
   template <class Stream>
   static __device__ __forceinline__ void run(const RunParams& p, uint32, Stream& stream) {
@@ -76,7 +76,7 @@ struct AddAll {
     MEMORY;                                             \
     with_streams<BulkOp::op, streams, Body>(p, memory); \
   }
-// One, two and four lanes a block: what bounds one thread is how soon it can start the next copy.
+// One, two and four lanes per block, because a single thread is limited by how fast it can start copies.
 STREAMS(bulk_send, copy, 1, SendAll)
 STREAMS(bulk_send_2, copy, 2, SendAll)
 STREAMS(bulk_send_4, copy, 4, SendAll)
@@ -85,7 +85,7 @@ STREAMS(add_f32_put, add_f32, 1, AddAll)
 STREAMS(add_bf16_put, add_bf16, 1, AddAll)
 STREAMS(add_f16_put, add_f16, 1, AddAll)
 
-// Pull: the sender says that its source is there, and the receiver's mover fetches it.
+// Pull: the sender signals that its source is ready, and the receiver's mover fetches it.
 ENTRY(pull_put, 32) {
   if (threadIdx.x != 0) return;
   StoreSender<OneThread> sender(p.end);
@@ -104,7 +104,7 @@ ENTRY(pull_keep, 32) {
   for (uint32 number = 0; number < p.count; number++) {
     if (receiver.wait() == nullptr) return;
     mover.put(p.result + number * p.result_stride, p.pulled + number * p.step % p.span, p.bytes);
-    mover.reusable();  // the peer's memory was read
+    mover.reusable();  // the peer's memory has been read
     receiver.release();
   }
   receiver.close();

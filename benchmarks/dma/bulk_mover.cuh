@@ -1,18 +1,18 @@
-// The bulk copy engine (TMA) driven by one thread: from memory to memory through stages of shared memory, with several
-// chunks under way each way. Either end may be this GPU's or a peer's: that is push and pull; and what arrives may be
-// added to what is there (float32, bfloat16, float16; each element rounded for itself, in no order between GPUs).
-// From compute capability 9.0.
+// The bulk copy engine (TMA) driven by one thread. It copies from memory to memory through stages in shared memory,
+// with several chunks in flight in each direction. Either end may be this GPU's or a peer's memory (push or pull). It
+// can also add to the destination (float32, bfloat16, float16); each element is rounded separately, in no order between
+// GPUs. It needs compute capability 9.0.
 //
-// Three moments of a put, told apart: reusable() (the sources were read), written() (the bytes are in their places,
-// seen by this thread), and the receiver's knowledge, which is a channel's affair (channel_bulk.cuh).
+// A put completes in three steps: reusable() (the sources have been read), written() (the bytes are in place, visible
+// to this thread), and the receiver's knowledge of them, which is the channel's job (channel_bulk.cuh).
 //
-// Ordering. Loads signal an mbarrier; this thread waits for its phase before it stores from the stage, and a stage is
-// loaded again when the store from it has read it (wait_group.read). What the engine wrote is visible to this thread
-// behind wait_group. Between ordinary stores to a source and the engine's reads of it stands fence_async_global().
+// Ordering. A load completes on an mbarrier, and this thread waits for its phase before it stores from the stage. A
+// stage is loaded again only after its store has read it (wait_group.read). After wait_group, the engine's writes are
+// visible to this thread. fence_async_global() orders ordinary stores to a source before the engine's reads of it.
 //
 // Liveness: nothing here waits for a peer; the hardware bounds every wait.
 //
-// Addresses are multiples of 16; of the bytes, those behind the last multiple of 16 go by ordinary accesses.
+// Addresses must be multiples of 16. Bytes after the last multiple of 16 are copied by ordinary accesses.
 #pragma once
 
 #include "cuda/bulk_copy.cuh"
@@ -21,7 +21,7 @@ namespace ark::device {
 
 enum class BulkOp { copy, add_f32, add_bf16, add_f16 };
 
-// In shared memory. kAhead: chunks loaded before the oldest is stored.
+// In shared memory. kAhead is the number of chunks loaded before the oldest is stored.
 template <int kStageCount, int kAheadCount, int kChunkBytes>
 struct alignas(128) BulkStages {
   static constexpr int kStages = kStageCount, kAhead = kAheadCount, kChunk = kChunkBytes;
@@ -32,8 +32,7 @@ struct alignas(128) BulkStages {
     char* to;
     uint32 bytes;
   } loaded[kStages];
-  // Of a stream (channel_bulk.cuh): messages that are complete with this chunk; with what is written; the peer's
-  // credit.
+  // For a stream (channel_bulk.cuh): messages that end with this chunk; messages that are written; the peer's credit.
   uint64 finished[kStages];
   uint64 written, credit;
 };
@@ -53,7 +52,7 @@ __device__ __forceinline__ void bulk_put(void* global, const void* shared, uint3
 #undef ARK_BULK_REDUCE
 }
 
-// What is less than 16 bytes.
+// Copies the last bytes, fewer than 16.
 template <BulkOp kOp>
 __device__ __noinline__ void put_tail(char* to, const char* from, uint32 bytes) {
   constexpr uint32 kEach = kOp == BulkOp::copy ? 1 : kOp == BulkOp::add_f32 ? 4 : 2;
@@ -77,25 +76,25 @@ __device__ __noinline__ void put_tail(char* to, const char* from, uint32 bytes) 
 template <BulkOp kOp, class Stages>
 class BulkMover {
  public:
-  // By the thread that will move, like all here; once before each mover of these stages.
+  // The thread that will move calls this, like everything here. Once before each mover of these stages.
   static __device__ __forceinline__ void prepare(Stages& shared) {
     for (int i = 0; i < Stages::kStages; i++) barrier_init(&shared.full[i], 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     fence_async_shared();
   }
   __device__ __forceinline__ explicit BulkMover(Stages& shared) : shared_(shared) {}
-  // Loads may still be on their way into shared memory that the block is about to give up.
+  // Waits, because loads may still write to shared memory that the block is about to release.
   __device__ __forceinline__ ~BulkMover() { written(); }
   BulkMover(const BulkMover&) = delete;
   BulkMover& operator=(const BulkMover&) = delete;
 
-  // The source was written by ordinary stores of this thread, or ones that it knows of.
+  // Call after ordinary stores to the source, by this thread or visible to it.
   static __device__ __forceinline__ void source_changed() { fence_async_global(); }
 
   __device__ __forceinline__ void put(void* to, const void* from, uint64 bytes) {
     put(to, from, bytes, 0, [] {});
   }
-  // Stores all that was loaded; behind it the sources may be overwritten.
+  // Stores everything that was loaded. Afterwards the sources may be overwritten.
   __device__ __forceinline__ void reusable() {
     reusable([] {});
   }
@@ -105,10 +104,10 @@ class BulkMover {
   }
 
  protected:
-  // Stores that may be under way while the stage of the next load is sure to have been read.
+  // Stores that may be in flight once the stage of the next load must have been read.
   static constexpr int kPending = Stages::kStages - Stages::kAhead;
 
-  // `each()` is called behind every store of a chunk.
+  // Calls `each()` after every store of a chunk.
   template <class Each>
   __device__ __forceinline__ void put(void* to, const void* from, uint64 bytes, uint64 mark, Each each) {
     const uint64 whole = bytes & ~uint64{15};
@@ -151,7 +150,7 @@ class BulkMover {
 
   Stages& shared_;
   uint32 load_stage_ = 0, store_stage_ = 0, phase_ = 0;
-  int ahead_ = 0;  // chunks loaded and not stored
+  int ahead_ = 0;  // chunks loaded but not yet stored
 };
 
 #endif

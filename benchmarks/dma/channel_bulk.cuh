@@ -1,15 +1,15 @@
-// Channels by the bulk copy engine, in two forms. BulkSender: one thread puts, waits and tells; soonest for messages
-// one by one. BulkStream: one thread moves and never stops for a fence, another tells what has arrived and fetches
-// credits, several messages at a time; most bytes a second with few SMs. Pull: the sender only signals, and the
-// receiver's BulkMover loads from the peer's memory between wait() and release(). Add: kOp.
+// Channels over the bulk copy engine, in two forms. BulkSender: one thread puts, waits and signals, for the lowest
+// latency of single messages. BulkStream: one thread moves data and never stops for a fence, while another signals what
+// has arrived and fetches credits, several messages at a time, for the most bandwidth with few SMs. Pull: the sender
+// only signals, and the receiver's BulkMover loads from the peer's memory between wait() and release(). Add: kOp.
 //
-// Ordering. Bytes are written when the mover's wait_group says so: an operation of the engine ends with a fence between
-// the proxies, so the mover sees them like its own stores. BulkSender then stores `arrived` with release. In a stream
-// the mover stores the count into shared memory with release (of the block), the telling thread acquires it and stores
-// `arrived` with release at system scope, which is cumulative. Credits go the other way through the same two steps.
+// Ordering. The mover's wait_group tells when bytes are written. An operation of the engine ends with a proxy fence, so
+// the mover sees them like its own stores. BulkSender then stores `arrived` with release. In a stream, the mover stores
+// the count to shared memory with release (block scope). The signalling thread acquires it and stores `arrived` with
+// release at system scope, which is cumulative. Credits take the same two steps in the other direction.
 //
-// Liveness. A mover that finds no free slot first stores and tells everything it has, so that the receiver is never
-// behind a message that this end holds back. The telling thread ends when the mover closes or leaves.
+// Liveness. A mover that finds no free slot first stores and signals everything it has, so that the receiver never
+// waits for a message that this end holds back. The signalling thread ends when the mover closes or leaves.
 #pragma once
 
 #include "bulk_mover.cuh"
@@ -22,7 +22,7 @@ namespace ark::device {
 template <class Stages, BulkOp kOp = BulkOp::copy>
 class BulkSender : public Sender<OneThread> {
  public:
-  // The stages are prepared: BulkMover::prepare().
+  // The caller has prepared the stages with BulkMover::prepare().
   __device__ __forceinline__ BulkSender(const ChannelEnd& end, Stages& shared)
       : Sender<OneThread>(end), mover_(shared) {}
 
@@ -45,10 +45,11 @@ class BulkSender : public Sender<OneThread> {
   BulkMover<kOp, Stages> mover_;
 };
 
-inline constexpr uint64 kLastOfStream = uint64{1} << 63;  // in `written`: nothing more comes
+inline constexpr uint64 kLastOfStream = uint64{1} << 63;  // flag in `written`: nothing follows
 
-// The mover's end. The thread that will move prepares, then comes a barrier of the block, then it makes the stream
-// while a thread of another warp is in tell_stream(). Before a put() from what ordinary stores wrote: source_changed().
+// The mover's end. The moving thread calls prepare(), the block synchronizes, then the thread constructs the stream
+// while a thread of another warp runs tell_stream(). Call source_changed() before a put() of data that ordinary stores
+// wrote.
 template <class Stages, BulkOp kOp = BulkOp::copy>
 class BulkStream : private BulkMover<kOp, Stages> {
  public:
@@ -75,19 +76,19 @@ class BulkStream : private BulkMover<kOp, Stages> {
     sent_++;
     slot_ = slot_ + 1 == end_.depth ? 0 : slot_ + 1;  // a division would take as long as a chunk
     const uint32 last = this->load_stage_ == 0 ? Stages::kStages - 1 : this->load_stage_ - 1;
-    if (this->ahead_ != 0) this->shared_.finished[last] = sent_;  // else told by push()
+    if (this->ahead_ != 0) this->shared_.finished[last] = sent_;  // otherwise push() signals it
     return true;
   }
   __device__ __forceinline__ bool put_with_signal(void* to, const void* from, uint64 bytes) {
     return put(to, from, bytes) && signal();
   }
-  // Everything signalled is on its way to be told, not only when more follows it.
+  // Makes sure that everything put so far gets signalled, even if nothing follows.
   __device__ __forceinline__ void push() {
     this->written();
     store_block(this->shared_.written, sent_);
   }
   __device__ __forceinline__ bool flush() { return taken(sent_); }
-  // Also where it was time to leave.
+  // Also required if it had to leave.
   __device__ __forceinline__ void close() {
     this->written();
     store_block(this->shared_.written, sent_ | kLastOfStream);
@@ -95,7 +96,7 @@ class BulkStream : private BulkMover<kOp, Stages> {
   }
 
  private:
-  // What is written behind the chunks that are still under way; for every few chunks once.
+  // Records what is written, except for the chunks still in flight. Once every few chunks.
   __device__ __forceinline__ void note() {
     constexpr int kPending = BulkMover<kOp, Stages>::kPending;
     if (this->store_stage_ % 4 != 0) return;
@@ -119,12 +120,12 @@ class BulkStream : private BulkMover<kOp, Stages> {
   uint32 slot_;
 };
 
-// The telling thread's whole work; returns when the mover has closed the stream.
+// The whole loop of the signalling thread. It returns when the mover has closed the stream.
 template <class Stages>
 __device__ __forceinline__ void tell_stream(const ChannelEnd& end, Stages& shared) {
-  // The mover has the bounds, and closes when it leaves; this thread looks for abort alone.
+  // The mover bounds its waits and closes when it leaves, so this thread only checks for abort.
   Patience patience{end.status, ~uint64{0} >> 1};
-  uint64 told = kLastOfStream;  // a count that is none
+  uint64 told = kLastOfStream;  // not a valid count
   while (!patience.over(end.peer, told)) {
     store_block(shared.credit, protocol::load_acquire(*end.credit));
     const uint64 written = load_block(shared.written), messages = written & ~kLastOfStream;

@@ -1,11 +1,12 @@
-// The channel of copies that the host has posted ahead: a kernel raises a flag, a stream that waits for it copies and
-// raises the receiver's. No SM moves a byte; from and to are those of the posted copy (copy_poster.hpp).
+// A channel of copies that the host posted ahead. A kernel raises a flag; a stream that waits for it copies and raises
+// the receiver's flag. No SM moves data. Source and destination are those of the posted copy (copy_poster.hpp).
 //
-// Ordering: flag.hpp. The team's stores to the source, its barrier, the leader's raise (release at system
-// scope); the driver orders the copy behind the wait that saw it, and the receiver's flag behind the copy. The receiver
-// lowers its flag before it gives the credit, with release.
+// Ordering: flag.hpp. After the team's stores to the source and its barrier, the leader raises the flag (release at
+// system scope). The driver orders the copy after the wait that saw it, and the receiver's flag after the copy. The
+// receiver lowers its flag before it returns the credit with release.
 //
-// Liveness: a stream's wait has no bound. Its flags are in memory that the host writes, and whoever aborts raises all.
+// Liveness: a stream's wait has no bound. Its flags are in memory that the host can write, so an abort raises all of
+// them.
 #pragma once
 
 #include "channel.cuh"
@@ -13,10 +14,10 @@
 
 namespace ark::device {
 
-// Beside a ChannelEnd, [depth] each.
+// Flags that accompany a ChannelEnd, [depth] each.
 struct PostedFlags {
   protocol::Flag* go;       // in host memory: message n of this end raises go[n % depth]
-  protocol::Flag* arrived;  // own: raised by the peer's stream
+  protocol::Flag* arrived;  // own memory: raised by the peer's stream
 };
 
 #if defined(__CUDACC__)
@@ -27,7 +28,7 @@ class PostedSender : public Sender<Team> {
   __device__ __forceinline__ PostedSender(const ChannelEnd& end, const PostedFlags& flags)
       : Sender<Team>(end), go_(flags.go) {}
 
-  // What is copied was said when the copy was posted; here for the one API.
+  // Does nothing, because the copy was specified when it was posted. Part of the common API.
   __device__ __forceinline__ bool put(void*, const void*, uint64) { return true; }
   __device__ __forceinline__ bool signal() {
     Team::sync();

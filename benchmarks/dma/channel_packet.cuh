@@ -1,10 +1,11 @@
-// The channel of packets: every 16 bytes that are stored hold 8 of data and the message's epoch, so that data tells
-// itself one flight over the link after it was stored, without a fence, a barrier or a word. Half of the link is data.
+// A channel of packets. Every stored 16 bytes hold 8 bytes of data and the message's epoch, so that data signals
+// itself: it is usable one link latency after the store, without a fence, a barrier or a flag. Half of the bandwidth is
+// data.
 //
-// Ordering: protocol/packet.hpp. The epoch of message n is n + 1. A slot is written again behind the receiver's credit,
-// which it gives when the epochs of the whole message were read, so behind loads that are over.
+// Ordering: protocol/packet.hpp. The epoch of message n is n + 1. A slot is rewritten after the receiver's credit. The
+// receiver returns it after it has read the epochs of the whole message, when all its loads are complete.
 //
-// A message is put as a whole, by one put() to its slot, of packet_bytes(bytes); the receiver knows its size.
+// A message is put as a whole, by one put() of packet_bytes(bytes) to its slot. The receiver must know its size.
 #pragma once
 
 #include "channel.cuh"
@@ -28,7 +29,7 @@ class PacketSender : public Sender<Team> {
     }
     return true;
   }
-  // Of what was put: it is on its way already.
+  // Only counts: the packets are already on their way.
   __device__ __forceinline__ bool signal() {
     this->writer_.count();
     return true;
@@ -44,17 +45,18 @@ class PacketReceiver : public Receiver<Team> {
  public:
   using Receiver<Team>::Receiver;
 
-  // Unpacks the next message to `room`, which is returned.
+  // Unpacks the next message to `room` and returns it.
   __device__ __forceinline__ const char* wait(void* room, uint64 bytes) {
     const bool aligned = (reinterpret_cast<uint64>(room) & 15) == 0;
     const bool good =
         unpack(bytes, [&](uint64 unit, const Unit& value) { store_unit(room, unit, bytes, aligned, value); });
     return Team::all(good) ? static_cast<const char*>(room) : nullptr;
   }
-  // Hands every unit of the next message to `take(unit, value)` in the thread that read it. This thread's answer.
+  // Passes every unit of the next message to `take(unit, value)`, in the thread that read it. Returns this thread's
+  // result.
   template <class Take>
   __device__ __forceinline__ bool unpack(uint64 bytes, Take take) {
-    constexpr int kBatch = 2;  // units whose loads are under way together
+    constexpr int kBatch = 2;  // units whose loads are in flight together
     const uint64 units = (bytes + 15) / 16, step = Team::size(), epoch = this->reader_.received() + 1;
     const char* from = this->slot();
 #pragma unroll 1

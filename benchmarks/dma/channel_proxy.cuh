@@ -1,10 +1,11 @@
-// The channel of requests: a kernel puts 16 bytes into a ring in host memory, and a host thread starts a copy engine
-// (proxy.hpp), later a NIC. For peers that no mapped memory reaches; slower by a trip to the host.
+// A channel of requests. A kernel puts 16 bytes into a ring in host memory, and a host thread starts a copy engine
+// (proxy.hpp). It is for peers whose memory cannot be mapped, and costs an extra trip to the host.
 //
-// Ordering: protocol/request_ring.hpp. The team's stores to the source, its barrier, the leader's post (a release at
-// system scope); the host thread acquires it and enqueues the copy, and the word `arrived` behind it on one stream.
+// Ordering: protocol/request_ring.hpp. After the team's stores to the source and its barrier, the leader posts (release
+// at system scope). The host thread acquires the request and enqueues the copy, then the `arrived` word on the same
+// stream.
 //
-// Liveness: a poster waits for the host thread alone, bounded as all waits are; the host thread for nobody.
+// Liveness: a poster waits only for the host thread, with the usual bound. The host thread waits for nobody.
 #pragma once
 
 #include "channel.cuh"
@@ -12,10 +13,10 @@
 
 namespace ark::device {
 
-// Beside a ChannelEnd: the ring, and where its windows begin as this GPU maps them.
+// The ring that accompanies a ChannelEnd, and the start of its windows as mapped by this GPU.
 struct ProxyRing {
   protocol::RequestRing* ring;  // host memory as mapped here
-  uint64* head;                 // own memory, of all channels of this ring
+  uint64* head;                 // own memory, shared by all channels of this ring
   const char* from_window;
   char* to_window;
   uint32 channel;
@@ -61,7 +62,7 @@ class ProxySender : public Sender<Team> {
   }
 
   const ProxyRing proxy_;
-  uint64 known_ = 0;  // of `served`
+  uint64 known_ = 0;  // last known value of `served`
 };
 
 #endif

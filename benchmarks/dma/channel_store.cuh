@@ -1,7 +1,7 @@
-// The channel of plain stores: a block's or a warp's threads store, then a word tells. Any address, any size.
+// A channel of plain stores: the threads of a block or warp store, then set a flag word. Any address and size.
 //
-// Ordering: as in channel.cuh. The release waits until the peer has all stores of the team, about a microsecond; where
-// many warps have a channel each, others store meanwhile.
+// Ordering: as in channel.cuh. The release waits until all stores of the team have reached the peer, about a
+// microsecond. If many warps have their own channels, the others keep storing meanwhile.
 #pragma once
 
 #include "channel.cuh"
@@ -10,7 +10,7 @@ namespace ark::device {
 
 #if defined(__CUDACC__)
 
-// Bytes by a whole team, four accesses of a thread under way at once.
+// Copies bytes by a whole team, with four accesses per thread in flight.
 template <class Team>
 __device__ __forceinline__ void copy_bytes(void* to, const void* from, uint64 bytes) {
   constexpr int kBatch = 4;

@@ -1,4 +1,5 @@
-// Whether what arrives is what was put, for every message of a run: the host compares bytes that a kernel kept.
+// Checks that channels deliver what was put, for every message of a run. Kernels keep the messages, and the host
+// compares all bytes, because latency and bandwidth of wrong data mean nothing.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -47,7 +48,7 @@ float decode(const std::string& type, const char* at) {
   float value = 0;
   if (type == "add_f32") std::memcpy(&value, at, 4);
   if (type == "add_bf16") std::memcpy(&value, &bits, 4);
-  if (type == "add_f16") {  // whole numbers: no subnormals, infinities
+  if (type == "add_f16") {  // integers, which avoids subnormals and infinities
     const int exponent = half >> 10 & 31;
     value = exponent == 0 ? 0 : std::ldexp(1024.0f + (half & 1023), exponent - 25) * ((half >> 15) != 0 ? -1 : 1);
   }
@@ -91,7 +92,7 @@ void check_contents(Machine& machine, const std::string& engine, uint64_t bytes,
     const char* expected = machine.random() + n * shape.step % shape.span;
     if (std::memcmp(at, expected, bytes) != 0)
       for (uint64_t i = 0; i < bytes; ++i) wrong += at[i] != expected[i];
-    for (uint64_t i = bytes; i < shape.result_stride; ++i) wrong += at[i] != 0;  // nothing is written beyond
+    for (uint64_t i = bytes; i < shape.result_stride; ++i) wrong += at[i] != 0;  // nothing is written past the end
   }
   std::printf(
       "{\"engine\": \"%s\", \"what\": \"contents\", \"bytes\": %llu, \"depth\": %u, \"messages\": %u, "
@@ -100,7 +101,7 @@ void check_contents(Machine& machine, const std::string& engine, uint64_t bytes,
   std::fflush(stdout);
 }
 
-// Small whole numbers, whose sums every format holds: so the order of the additions does not matter.
+// Uses small integers, whose sums are exact in every format, so that the order of additions does not matter.
 void check_sums(Machine& machine, const std::string& engine, uint64_t elements, uint64_t seed) {
   std::mt19937_64 random(seed * 1000003 + elements);
   const uint64_t each = engine == "add_f32" ? 4 : 2;
@@ -134,7 +135,7 @@ void check_stuck(Machine& machine, const std::string& engine) {
   constexpr uint64_t kLimitMs = 300;
   std::mt19937_64 random(1);
   machine.limit_ns = kLimitMs * 1'000'000;
-  for (const int alone : {0, 1}) {  // the sender whose messages nobody takes; the receiver to which nobody sends
+  for (const int alone : {0, 1}) {  // a sender whose messages nobody takes, then a receiver to which nobody sends
     Shape shape{engine, engine.starts_with("add_") ? uint64_t{4096} : uint64_t{10000}};
     shape.slot_bytes = slot_bytes(engine, shape.bytes), shape.result_stride = 16384;
     shape.depth = 4, shape.count = 20, shape.step = 16, shape.span = 1 << 20;

@@ -1,4 +1,4 @@
-// The pieces of copy_poster.hpp.
+// Implementation of copy_poster.hpp: batched stream memory operations of the driver, and the release at abort.
 #include "copy_poster.hpp"
 
 #include <thread>
@@ -11,7 +11,7 @@ namespace {
 
 CUstreamBatchMemOpParams operation(CUstreamBatchMemOpType type, const void* at, uint32_t value, unsigned flags) {
   CUstreamBatchMemOpParams params{};
-  params.waitValue.operation = type;  // a write's parameters lie alike
+  params.waitValue.operation = type;  // a write has the same parameter layout
   params.waitValue.address = reinterpret_cast<CUdeviceptr>(at);
   params.waitValue.value = value;
   params.waitValue.flags = flags;
@@ -39,14 +39,14 @@ CopyPoster::~CopyPoster() {
   if (!own_stream_) return;
   try {
     constexpr std::chrono::seconds kLimit{2};
-    if (!release_all(kLimit)) {  // better to lose a stream and its flags than to wait for it for ever
+    if (!release_all(kLimit)) {  // leaking a stream and its flags is better than waiting forever
       (void)flags_.release();
       return;
     }
     const RelaxedCapture relaxed;
     const CurrentContext context(device_);
     driver().stream_destroy(stream_);
-  } catch (const Error&) {  // at exit the driver may be gone already
+  } catch (const Error&) {  // at exit the driver may already be unloaded
   }
 }
 
@@ -79,7 +79,7 @@ bool CopyPoster::release_all(std::chrono::milliseconds limit) {
   const auto until = std::chrono::steady_clock::now() + limit;
   for (;;) {
     const CUresult result = driver().stream_query(stream_);
-    if (result != CUDA_ERROR_NOT_READY) return true;  // empty, or the context is lost and nothing waits any more
+    if (result != CUDA_ERROR_NOT_READY) return true;  // empty, or the context is lost and nothing waits
     if (std::chrono::steady_clock::now() > until) return false;
     for (uint32_t i = 0; i < slots_; ++i) protocol::raise(flags[i]);
     std::this_thread::sleep_for(std::chrono::microseconds(200));

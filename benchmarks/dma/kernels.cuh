@@ -1,7 +1,8 @@
-// The kernels: a message back and forth, a stream of messages one way (times), and messages that are kept (contents).
-// The same few loops for every engine, through the one API of the channels.
+// The benchmark's kernels: ping-pong, a one-way stream of messages (times), and messages that are kept (contents). The
+// same few loops serve every engine through the common channel API.
 //
-// A stream's time ends at its sender, when the receiver has taken the last message: one clock, one latency too much.
+// The sender measures a stream until the receiver has consumed the last message. This uses one clock and includes one
+// extra latency.
 #include "channel_packet.cuh"
 #include "channel_store.cuh"
 
@@ -21,8 +22,8 @@ __device__ __forceinline__ void keep_time(const RunParams& p, uint32 lane, uint6
   if (Team::rank() == 0) p.spent[lane] = nanoseconds() - began;
 }
 
-// The answer to a message is sent from where it lies. Its slot may be written again when it is released: a message from
-// the peer that comes there is an answer to this one, or to a later one.
+// A reply is sent from the slot of the received message. The slot may be rewritten after its release: the peer's next
+// message there is a reply to this one, or to a later one.
 template <class Team, class Sender, class Receiver>
 __device__ __forceinline__ void ping_pong(const RunParams& p, uint32 lane, Sender& sender, Receiver& receiver) {
   const char* source = p.source + lane * p.bytes;
@@ -53,7 +54,7 @@ __device__ __forceinline__ bool send_all(const RunParams& p, uint32 lane, Sender
   return true;
 }
 
-// Where the data is in its place when it arrives, one thread gives credits.
+// For data that lands in its final place: one thread returns credits.
 __device__ __forceinline__ void watch_all(const RunParams& p) {
   if (threadIdx.x != 0) return;
   Receiver<OneThread> receiver(lane_of(p.end, blockIdx.x));
@@ -75,7 +76,8 @@ __device__ __forceinline__ void receive_all(const RunParams& p, uint32 lane, Rec
   receiver.close();
 }
 
-// Message n of the kept ones. Two puts where an engine takes any: a message is what was put before its signal.
+// Returns the data of message n. It goes in two puts if the engine supports that: all puts before a signal form a
+// message.
 __device__ __forceinline__ const char* cut(const RunParams& p, uint32 number) {
   return p.source + number * p.step % p.span;
 }
@@ -109,7 +111,8 @@ using namespace ark::device;
 #define ENTRY(name, threads) \
   extern "C" __global__ void __launch_bounds__(threads) name(const __grid_constant__ RunParams p)
 
-// name_ping, name_send, name_put of one engine; the last two arguments make a sender and a receiver of `end`.
+// Defines name_ping, name_send and name_put of one engine. The last four arguments construct a sender and a receiver of
+// `end`.
 #define ENGINE(name, threads, Team, in_two, Sender_, sender, Receiver_, receiver) \
   ENTRY(name##_ping, threads) {                                                   \
     const uint32 lane = lane_number<Team>();                                      \
@@ -161,10 +164,10 @@ ENTRY(copy_engine_keep, 1024) {
   PostedReceiver<OneBlock> receiver(p.end, p.posted);
   keep_all(p, receiver);
 }
-// What the host launches when it has copied itself: looks at the data.
+// The kernel that the host launches after its own copy. It reads the data.
 ENTRY(look, 256) {
   uint64 sum = 0;
   const auto* from = reinterpret_cast<const uint64*>(p.end.slots);
   for (uint64 i = threadIdx.x; i < min(p.bytes, uint64{4096}) / 8; i += blockDim.x) sum += from[i];
-  if (sum == 1) p.spent[0] = sum;  // so that the loads are made
+  if (sum == 1) p.spent[0] = sum;  // keeps the compiler from removing the loads
 }

@@ -1,4 +1,4 @@
-// The pieces of machine.hpp.
+// Implementation of machine.hpp: maps the GPUs' memory for each other, loads kernels, launches them and waits.
 #include "machine.hpp"
 
 #include <algorithm>
@@ -56,7 +56,7 @@ Machine::Machine(std::string stub) : stub_(std::move(stub)), random_(kMost / 8) 
     if (has_bulk())
       for (const char* entry : kBulkEntries) gpus_[d]->entries[entry] = &library.get(stub_, entry);
     write(d, kSource, random_.data(), kMost);
-    const CurrentContext context(d);  // once in peace: copies may load kernels of the driver's own
+    const CurrentContext context(d);  // while the device is idle, because copies may load the driver's own kernels
     check(driver().memcpy_async(address(gpus_[d]->there(kSlots)), address(gpus_[d]->at(kSource)), kMost,
                                 gpus_[d]->kernels),
           "a copy to the peer");
@@ -146,7 +146,7 @@ void Machine::launch(int d, const std::string& entry, const Shape& shape, uint32
 }
 
 std::vector<bool> Machine::finish_stuck() {
-  for (int d = 0; d < 2; ++d) sync(d);  // bounded: every wait in a kernel is
+  for (int d = 0; d < 2; ++d) sync(d);  // bounded, because every wait in a kernel is
   std::vector<bool> gave_up;
   for (int d = 0; d < 2; ++d) {
     Gpu& gpu = *gpus_[d];

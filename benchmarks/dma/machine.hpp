@@ -1,7 +1,7 @@
-// Two GPUs of one process with channels between them: memory, words, launches. For the benchmark and the test alike.
+// Two GPUs of one process with channels between them: memory, words and launches. The benchmark and the test use it.
 //
-// The memory of each is mapped for the other by the driver's virtual memory API, as it would be between processes. All
-// kernels are loaded before the first is launched: none may have to be loaded while another one waits for it.
+// The driver's virtual memory API maps each GPU's memory for the other, as between processes. All kernels are loaded
+// before the first launch, because loading can block while a kernel waits for another.
 #pragma once
 
 #include <map>
@@ -17,8 +17,8 @@
 
 namespace ark::channels {
 
-constexpr uint64_t kMost = 64 << 20;   // bytes of a message
-constexpr uint64_t kRing = 2 * kMost;  // of slots
+constexpr uint64_t kMost = 64 << 20;   // bytes per message
+constexpr uint64_t kRing = 2 * kMost;  // bytes of all slots
 constexpr uint64_t kResults = 2 * kMost;
 constexpr uint32_t kLanes = 512;  // at most
 
@@ -29,14 +29,14 @@ constexpr uint32_t kMostDepth = (kSource - kFlags) / sizeof(protocol::Flag);
 
 struct Shape {
   std::string engine;
-  uint64_t bytes = 0, slot_bytes = 0;  // of a lane's message
+  uint64_t bytes = 0, slot_bytes = 0;  // of one lane's message
   uint32_t lanes = 1, depth = 2, count = 0, warm = 0;
   uint64_t result_stride = 0, step = 0, span = 1;
 };
 
-// Memory of a message in its slot.
+// Bytes that a message takes in its slot.
 uint64_t slot_bytes(const std::string& engine, uint64_t bytes);
-bool by_sm(const std::string& engine);  // who moves the bytes
+bool by_sm(const std::string& engine);  // whether SMs move the bytes
 
 class Machine {
  public:
@@ -47,24 +47,25 @@ class Machine {
     return reinterpret_cast<const char*>(random_.data());
   }  // kMost bytes, each GPU's source
 
-  // Words, slots and, with `results`, results: zero, whatever a run before left.
+  // Zeroes words and slots, and with `results` the results, to remove traces of earlier runs.
   void prepare(const Shape& shape, bool results);
-  // Posts the copies, or starts the proxies, of what GPU `d` sends; `first`: from its source, else from its own slots.
+  // Posts the copies, or starts the proxies, for what GPU `d` sends. `first`: from its source, otherwise from its
+  // slots.
   void post(int d, const Shape& shape, bool first);
   void start_proxy(int d);
   void launch(int d, const std::string& entry, const Shape& shape, uint32_t blocks, uint32_t threads, bool first);
-  // Until both kernels and all copies are done. Error(timeout) where a kernel gave up.
+  // Waits for both kernels and all copies. Throws Error(timeout) if a kernel gave up.
   void finish();
-  // The same where giving up is expected: per GPU, whether it did.
+  // Same, for tests in which kernels must give up. Returns per GPU whether it did.
   std::vector<bool> finish_stuck();
 
   void sync(int d);
-  void host_copy(int d, const Shape& shape, uint32_t number, bool first);  // driven by the host, waited for
+  void host_copy(int d, const Shape& shape, uint32_t number, bool first);  // driven by the host, synchronous
   std::vector<char> read(int d, uint64_t offset, uint64_t bytes);
   void write(int d, uint64_t offset, const void* from, uint64_t bytes);
-  double spent_ns(uint32_t lanes);  // of the slowest lane of GPU 0
+  double spent_ns(uint32_t lanes);  // of GPU 0's slowest lane
 
-  uint64_t limit_ns = 2'000'000'000;  // of a wait in a kernel
+  uint64_t limit_ns = 2'000'000'000;  // per wait in a kernel
 
  private:
   struct Gpu {

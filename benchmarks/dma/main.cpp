@@ -1,10 +1,9 @@
-// Channels between two GPUs, measured or checked: the program behind benchmarks/dma.py and tests/gpu/test_channels.py.
+// Measures or checks channels between two GPUs: the program behind benchmarks/dma.py and tests/gpu/test_channels.py.
 //
 // usage: dma kernels=DIR stub=FILE engines=a,b,... sizes=16,1024,... [mode=measure|check] [blocks=8] [seconds=60]
-// [seed=1]
-//            [cache=DIR] [roots=DIR:DIR] [toolkit=DIR:DIR]
-// Prints one line of JSON a measurement or check. Nothing waits without a bound: a kernel gives up after two seconds,
-// and then the flags that streams wait for are raised.
+//            [seed=1] [cache=DIR] [roots=DIR:DIR] [toolkit=DIR:DIR]
+// Prints one line of JSON per measurement or check. Every wait is bounded: a kernel gives up after two seconds, and
+// then the flags that streams wait for are raised.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -22,7 +21,7 @@ using Clock = std::chrono::steady_clock;
 
 namespace {
 
-constexpr uint64_t kMostPacketBytes = 1 << 20;  // beyond, nobody would
+constexpr uint64_t kMostPacketBytes = 1 << 20;  // packets are pointless for larger messages
 
 struct Arguments {
   std::map<std::string, std::string> given;
@@ -101,7 +100,7 @@ int main(int count, char** values) {
   try {
     const int result = run(arguments);
     std::fflush(stdout);
-    std::_Exit(result);  // the driver's threads and memory go with the process
+    std::_Exit(result);  // the process frees the driver's threads and memory
   } catch (const std::exception& error) {
     std::fflush(stdout);
     std::fprintf(stderr, "dma: %s\n", error.what());

@@ -1,4 +1,4 @@
-// Latency and throughput of an engine.
+// Measures latency and throughput of an engine, and prints them as JSON.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -14,15 +14,15 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr uint64_t kPiece = 64 << 10;  // a stream of larger messages goes in pieces of this size
+constexpr uint64_t kPiece = 64 << 10;  // streams split larger messages into pieces of this size
 constexpr uint32_t kWarm = 20;
 
-// Warps share blocks.
+// Several warps share a block.
 uint32_t blocks_of(const Shape& shape) {
   return shape.engine == "warp" ? (shape.lanes + 31) / 32 : shape.lanes;
 }
 
-// By how many threads of a block that each drive a lane of their own.
+// Kernels by the number of threads per block that drive a lane each.
 const std::pair<const char*, uint32_t> kStreams[] = {{"bulk_send", 1}, {"bulk_send_2", 2}, {"bulk_send_4", 4}};
 
 uint32_t threads_of(const Shape& shape) {
@@ -31,7 +31,7 @@ uint32_t threads_of(const Shape& shape) {
   return static_cast<uint32_t>(std::clamp<uint64_t>((shape.bytes / 16 + 31) / 32 * 32, 32, 1024));
 }
 
-// Bytes of the last messages in a GPU's slots (or unpacked) that are not the source's.
+// Counts bytes of the last messages in a GPU's slots (or unpacked) that differ from the source.
 uint64_t wrong_bytes(Machine& machine, int d, const Shape& shape) {
   const bool packets = shape.engine == "packet";
   const uint64_t stride = packets ? shape.result_stride : shape.slot_bytes;
@@ -50,8 +50,8 @@ uint64_t wrong_bytes(Machine& machine, int d, const Shape& shape) {
   return wrong;
 }
 
-// The host does it all: waits for the kernel that made the data, copies, waits, launches the one that needs it.
-// Microseconds one way, or seconds for all messages.
+// The host drives everything: it waits for the producing kernel, copies, waits, and launches the consuming kernel.
+// Returns microseconds one way, or seconds for all messages.
 double by_host(Machine& machine, const Shape& shape, bool back_and_forth) {
   Clock::time_point began = Clock::now();
   for (uint32_t number = 0; number < shape.count; ++number) {
@@ -135,7 +135,7 @@ void measure_throughput(Machine& machine, const std::string& engine, uint64_t by
     Shape shape{engine, sm ? std::min(bytes, kPiece) : bytes};
     shape.slot_bytes = slot_bytes(engine, shape.bytes), shape.result_stride = shape.bytes;
     shape.lanes = choice;
-    // So many slots that a megabyte of a lane may be under way: what is told late must not stop what follows.
+    // Enough slots for a megabyte per lane in flight, so that late signals do not stall the stream.
     const uint64_t room = std::min<uint64_t>(sm ? 1 << 20 : kRing, kRing / shape.lanes);
     shape.depth = static_cast<uint32_t>(std::clamp<uint64_t>(room / shape.slot_bytes, 2, sm ? 256 : 64));
     const uint64_t wanted = (uint64_t{512} << 20) / (shape.bytes * shape.lanes);

@@ -1,4 +1,4 @@
-// The pieces of proxy.hpp.
+// Implementation of proxy.hpp: the thread that takes requests from the ring and enqueues copies on its stream.
 #include "proxy.hpp"
 
 #include "util/error.hpp"
@@ -42,9 +42,9 @@ Proxy::~Proxy() {
   try {
     const RelaxedCapture relaxed;
     const CurrentContext context(device_);
-    driver().stream_synchronize(stream_);  // nothing in it waits but for copies before it
+    driver().stream_synchronize(stream_);  // returns, because its operations only wait for earlier copies
     driver().stream_destroy(stream_);
-  } catch (const Error&) {  // at exit the driver may be gone already
+  } catch (const Error&) {  // at exit the driver may already be unloaded
   }
 }
 

@@ -1,12 +1,12 @@
-// A proxy: the host thread that starts copy engines for kernels which ask for it through a ring in host memory.
+// A proxy: a host thread that starts copy engines for kernels, which send requests through a ring in host memory.
 //
-// A window is memory that requests may name: here this GPU's, from which bytes are read, and a peer's as mapped for
-// this GPU, to which they go. A request that reaches beyond its window is refused: the proxy stops, check() throws, and
-// the kernels run into their bounds. A channel's signal writes the next count into its word of the peer's memory, on
-// the same stream and so behind the copies before it.
+// A window is memory that requests may name. Data is read from a window of this GPU and written to a window of the
+// peer, as mapped for this GPU. The proxy refuses a request beyond its window: it stops, check() throws, and the
+// kernels time out. A channel's signal writes the next count to its word in the peer's memory, on the same stream, so
+// after earlier copies.
 //
-// Ordering, from the kernel to the copy: protocol/request_ring.hpp, then the driver's call on the thread that acquired
-// the request. From the copy to the peer: the driver orders the write of the word behind the copy, at system scope.
+// Ordering. Kernel to copy: protocol/request_ring.hpp, then the driver's call by the thread that acquired the request.
+// Copy to peer: the driver orders the write of the word after the copy, at system scope.
 #pragma once
 
 #include <map>
@@ -26,17 +26,17 @@ class Proxy {
     uint64_t bytes = 0;
   };
 
-  // `arrived[c]`: the word of channel c in the peer's memory as mapped here, which holds the count `told`.
+  // `arrived[c]` is the word of channel c in the peer's memory as mapped here. It holds the count `told`.
   Proxy(int device, Window from, Window to, std::vector<uint64_t*> arrived, uint64_t told = 0);
   ~Proxy();
 
-  // For kernels: the ring as the device sees it, and the device's own word beside it.
+  // For kernels: the device addresses of the ring and of the word that goes with it.
   protocol::RequestRing* ring() const { return static_cast<protocol::RequestRing*>(ring_.device()); }
   uint64_t* head() const { return reinterpret_cast<uint64_t*>(head_.data()); }
 
-  void stop();         // no request is served any more; what was enqueued runs on
-  void synchronize();  // until what was enqueued is done
-  void check() const;  // throws what went wrong in the thread
+  void stop();         // serves no further request; what was enqueued still runs
+  void synchronize();  // waits for everything enqueued
+  void check() const;  // throws the thread's error
   uint64_t served() const { return server_->served(); }
 
  private:
@@ -52,7 +52,7 @@ class Proxy {
   std::unique_ptr<RequestServer> server_;
 };
 
-// What is wrong with a request, in words; empty: nothing.
+// Returns why a request is refused, or an empty string if it is valid.
 std::string why_refused(const protocol::Request& request, uint64_t from_bytes, uint64_t to_bytes, size_t channels);
 
 }  // namespace ark

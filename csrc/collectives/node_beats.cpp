@@ -1,3 +1,5 @@
+// Writes and reads the heartbeats of node_beats.hpp. A rendezvous store may block forever. So a thread of its own
+// writes the beats, each query runs on another one, and both are abandoned when the store does not answer in time.
 #include "collectives/node_beats.hpp"
 
 #include <algorithm>

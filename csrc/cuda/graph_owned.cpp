@@ -1,4 +1,5 @@
-// Implements graph_owned.hpp.
+// Attaches host objects to a captured graph as a CUDA user object. When the graph ends, the driver's callback may not
+// call the driver, so it only moves the objects to a list that release_ended_graphs() clears.
 #include "cuda/graph_owned.hpp"
 
 #include <mutex>

@@ -1,4 +1,5 @@
-// Implements request_server.hpp.
+// The thread of a request server: it takes a request, calls the function, and frees the request's place. An exception
+// of the function ends the thread and is kept for check(), because kernels cannot receive it.
 #include "dma/request_server.hpp"
 
 #include <utility>

@@ -1,4 +1,6 @@
-// The thread of device_watch.hpp.
+// The thread of device_watch.hpp: ten times a second it reads each group's words, notices kernels that gave up and copy
+// engines that are stuck, fails their group, and releases streams of failed groups. It only accesses memory and never
+// calls the driver, so it cannot block on a user's copy.
 #include "health/device_watch.hpp"
 
 #include <unistd.h>

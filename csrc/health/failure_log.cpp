@@ -1,4 +1,5 @@
-// Implements failure_log.hpp.
+// Starts a thread per reported failure. The threads' state outlives the log object, so a report may finish after its
+// group. A report whose thread cannot start runs in the destructor instead.
 #include "health/failure_log.hpp"
 
 #include <unistd.h>

@@ -1,4 +1,5 @@
-// Finds and stores prebuilt kernels.
+// Looks up and stores the kernels of a wheel. The cache key covers compiler, headers and options, so a kernel is only
+// found if nothing differs from what was compiled. Kernels of a newer CUDA than the driver's are ignored.
 #include "jit/prebuilt.hpp"
 
 #include <fcntl.h>

@@ -1,4 +1,5 @@
-// Runs the probe.
+// Fills memory by one kernel, adds it up by another, and compares the sum with the host's. The second launch is
+// cooperative, to test that mode, too. The first of two turns warms up; the second is timed.
 #include "jit/probe.hpp"
 
 #include <algorithm>

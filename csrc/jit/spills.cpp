@@ -1,4 +1,5 @@
-// Implements spills.hpp.
+// Checks ptxas's report for spilled registers and names the function in the error. The comment before a function in the
+// stub tells which operators it computes, so the user can see which part of a model is affected.
 #include "jit/spills.hpp"
 
 #include <sstream>

@@ -1,4 +1,5 @@
-// Checks, agreement between ranks, and the exchange.
+// The entry points of compressed collectives: check the arguments, agree on them between ranks, then quantise, exchange
+// records and decode. CPU and GPU differ only in the steps, which compressed_cpu.cpp and compressed_cuda.cpp have.
 #include "ops/compressed.hpp"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -51,6 +52,24 @@ void check_residual(const CallSite& site, const CompressedCall& call) {
     refuse(site, ErrorKind::invalid_argument, "residual shares memory with input", "Keep it in memory of its own.");
 }
 
+void check_nonfinite(const CallSite& site, const CompressedCall& call) {
+  if (!call.nonfinite) return;
+  const at::Tensor& nonfinite = *call.nonfinite;
+  check_flat(site, "nonfinite", nonfinite);
+  if (nonfinite.scalar_type() != at::kLong)
+    refuse(site, ErrorKind::type_error, "nonfinite is " + dtype_name(nonfinite.scalar_type()), "Pass int64.");
+  check_elements(site, "nonfinite", nonfinite.numel(), 1, "an index");
+  const bool pinned = !call.input.is_cuda() || (nonfinite.device().is_cpu() && nonfinite.is_pinned());
+  if (!nonfinite.device().is_cpu() || !pinned)
+    refuse(site, ErrorKind::invalid_argument,
+           "nonfinite is on " + nonfinite.device().str() + (pinned ? "" : " and not in pinned memory"),
+           "Pass a CPU tensor, made with pin_memory=True if input is on a CUDA device.");
+}
+
+int64_t* nonfinite_of(const CompressedCall& call) {
+  return call.nonfinite ? call.nonfinite->mutable_data_ptr<int64_t>() : nullptr;
+}
+
 Prepared prepared(const CallSite& site, const CompressedCall& call, Collective collective, int size) {
   check_flat(site, "input", call.input);
   const Coding coding = coding_of(site, call.settings, call.input.scalar_type(), "input");
@@ -67,6 +86,7 @@ Prepared prepared(const CallSite& site, const CompressedCall& call, Collective c
                ", and input has " + to_string(call.input.numel()) + " elements",
            "Pass the number of elements of every segment.");
   check_residual(site, call);
+  check_nonfinite(site, call);
   if (size == 1)
     for (compressed::Segment& segment : segments) segment.bits = 0;
   return {coding, std::move(segments)};
@@ -154,7 +174,7 @@ at::Tensor quantised(const Coding& coding, const std::vector<Part>& parts, const
 
 // Uses kernels that send while they quantise, if available.
 bool fused(const CompressedCall& call, const Prepared& ready, ProcessGroupArk& group, Collective collective,
-           const std::vector<Part>& parts, const Part* own, at::Tensor& out) {
+           const std::vector<Part>& parts, const Part* own, const Result& result) {
   if (!call.input.is_cuda() || group.getSize() == 1) return false;
   const FusedKind kind = collective == Collective::all_reduce       ? FusedKind::all_reduce
                          : collective == Collective::reduce_scatter ? FusedKind::reduce_scatter
@@ -162,7 +182,7 @@ bool fused(const CompressedCall& call, const Prepared& ready, ProcessGroupArk& g
   return run_fused(
       {kind, name_of(collective), ready.coding, parts, own, call.input, call.residual ? &*call.residual : nullptr,
        call.op == "avg", static_cast<uint64_t>(fingerprint(call))},
-      group, out);
+      group, result);
 }
 
 at::Tensor all_reduce(const CompressedCall& call, const Prepared& ready, ProcessGroupArk& group) {
@@ -171,7 +191,8 @@ at::Tensor all_reduce(const CompressedCall& call, const Prepared& ready, Process
   const at::Tensor* const residual = call.residual ? &*call.residual : nullptr;
   const std::vector<Part> parts = compressed::cut(ready.segments, ready.coding.element_bytes, group.getSize());
   at::Tensor out = at::empty_like(call.input);
-  if (fused(call, ready, group, Collective::all_reduce, parts, nullptr, out)) return out;
+  const Result result{out, nonfinite_of(call)};
+  if (fused(call, ready, group, Collective::all_reduce, parts, nullptr, result)) return out;
   at::Tensor codes = quantised(ready.coding, parts, call.input, residual);
   at::Tensor received = exchanged(group, parts, codes);
   // Parts differ in size, but an all_gather needs equal pieces.
@@ -183,18 +204,20 @@ at::Tensor all_reduce(const CompressedCall& call, const Prepared& ready, Process
   const at::Tensor sums = gathered(group, own);
   std::vector<PlacedPart> all;
   for (size_t r = 0; r < parts.size(); ++r) all.push_back({&parts[r], r * most});
-  (cuda ? decode_parts_cuda : decode_parts)(ready.coding, all, sums, out);
+  (cuda ? decode_parts_cuda : decode_parts)(ready.coding, all, sums, result);
   return out;
 }
 
 at::Tensor reduce_scatter(const CompressedCall& call, const Prepared& ready, ProcessGroupArk& group) {
   const std::vector<Part> parts = compressed::shares_of(ready.segments, ready.coding.element_bytes, group.getSize());
   at::Tensor out = at::empty({call.input.numel() / group.getSize()}, call.input.options());
-  if (fused(call, ready, group, Collective::reduce_scatter, parts, nullptr, out)) return out;
+  const Result result{out, nonfinite_of(call)};
+  if (fused(call, ready, group, Collective::reduce_scatter, parts, nullptr, result)) return out;
   at::Tensor codes = quantised(ready.coding, parts, call.input, call.residual ? &*call.residual : nullptr);
   at::Tensor received = exchanged(group, parts, codes);
   (call.input.is_cuda() ? reduce_part_to_elements_cuda : reduce_part_to_elements)(
-      ready.coding, {&parts[static_cast<size_t>(group.getRank())], &received, group.getSize(), call.op == "avg"}, out);
+      ready.coding, {&parts[static_cast<size_t>(group.getRank())], &received, group.getSize(), call.op == "avg"},
+      result);
   return out;
 }
 
@@ -202,10 +225,11 @@ at::Tensor all_gather(const CompressedCall& call, const Prepared& ready, Process
   const std::vector<Part> mine = compressed::shares_of(ready.segments, ready.coding.element_bytes, 1);
   const std::vector<Part> all = compressed::shares_of(ready.segments, ready.coding.element_bytes, group.getSize());
   at::Tensor out = at::empty({call.input.numel() * group.getSize()}, call.input.options());
-  if (fused(call, ready, group, Collective::all_gather, all, &mine[0], out)) return out;
+  const Result result{out, nullptr};
+  if (fused(call, ready, group, Collective::all_gather, all, &mine[0], result)) return out;
   at::Tensor codes = quantised(ready.coding, mine, call.input, nullptr);
   const at::Tensor received = gathered(group, codes);
-  (call.input.is_cuda() ? decode_parts_cuda : decode_parts)(ready.coding, placed(all), received, out);
+  (call.input.is_cuda() ? decode_parts_cuda : decode_parts)(ready.coding, placed(all), received, result);
   return out;
 }
 
@@ -223,6 +247,7 @@ at::Tensor run(const CompressedCall& call, Collective collective, Run&& body) {
     };
     compare(group, site, kFields, checked, {}, true);
     if (call.residual) raise_version(*call.residual);
+    if (call.nonfinite) raise_version(*call.nonfinite);
     const c10::OptionalDeviceGuard guard(call.input.device());
     return body(call, ready, group);
   });
@@ -271,7 +296,7 @@ at::Tensor dequantize(const at::Tensor& codes, int64_t numel, at::ScalarType dty
                    to_string(numel) + " elements of " + to_string(bits) + " bits in buckets of " + to_string(bucket));
     const c10::OptionalDeviceGuard guard(codes.device());
     at::Tensor out = at::empty({numel}, codes.options().dtype(dtype));
-    (codes.is_cuda() ? decode_parts_cuda : decode_parts)(coding, placed(parts), codes, out);
+    (codes.is_cuda() ? decode_parts_cuda : decode_parts)(coding, placed(parts), codes, {out, nullptr});
     return out;
   });
 }

@@ -29,12 +29,17 @@ struct QuantizerSettings {
 //
 // A residual is added before the first quantisation and then holds that quantisation's error. In the rank's own part it
 // also holds the sum's error (times the number of ranks for an average), so no error is lost over time.
+//
+// `nonfinite`, an int64 of the host, is lowered to the smallest index of a NaN or Inf in the result, and stays as it is
+// if there is none. With CUDA tensors the kernels write it in the stream's order: it must be pinned, and must outlive
+// all launches that name it, in captured graphs, too. The host may read it at any time.
 struct CompressedCall {
   at::Tensor input;
   std::optional<at::Tensor> residual;
   std::vector<int64_t> numel, bits, bucket;  // per segment
   QuantizerSettings settings;
   std::string op, group;
+  std::optional<at::Tensor> nonfinite;
 };
 
 at::Tensor compressed_all_reduce(const CompressedCall& call);
@@ -58,13 +63,19 @@ struct PlacedPart {
   uint64_t begin;
 };
 
+// Elements that a step writes, and where it notes the smallest index of a NaN or Inf (null: nowhere).
+struct Result {
+  at::Tensor& elements;
+  int64_t* nonfinite;
+};
+
 // The steps, on the CPU and on CUDA's current stream.
 //
 // Quantises `input`. `residual`: null, or float32 with its shape.
 void encode_parts(const Coding& coding, const std::vector<PlacedPart>& parts, const at::Tensor& input,
                   const at::Tensor* residual, at::Tensor& codes);
 void decode_parts(const Coding& coding, const std::vector<PlacedPart>& parts, const at::Tensor& codes,
-                  at::Tensor& output);
+                  const Result& result);
 // Adds all ranks' records of a part, which follow one another, in rank order.
 struct PartSum {
   const compressed::Part* part;
@@ -75,14 +86,14 @@ struct PartSum {
 // Quantises the sum again and adds the error to `residual`.
 void reduce_part(const Coding& coding, const PartSum& sum, const at::Tensor* residual, at::Tensor& codes);
 // Writes the sum as elements, starting with the part's first.
-void reduce_part_to_elements(const Coding& coding, const PartSum& sum, at::Tensor& output);
+void reduce_part_to_elements(const Coding& coding, const PartSum& sum, const Result& result);
 
 void encode_parts_cuda(const Coding& coding, const std::vector<PlacedPart>& parts, const at::Tensor& input,
                        const at::Tensor* residual, at::Tensor& codes);
 void decode_parts_cuda(const Coding& coding, const std::vector<PlacedPart>& parts, const at::Tensor& codes,
-                       at::Tensor& output);
+                       const Result& result);
 void reduce_part_cuda(const Coding& coding, const PartSum& sum, const at::Tensor* residual, at::Tensor& codes);
-void reduce_part_to_elements_cuda(const Coding& coding, const PartSum& sum, at::Tensor& output);
+void reduce_part_to_elements_cuda(const Coding& coding, const PartSum& sum, const Result& result);
 
 // The same collectives by kernels that store records where peers need them (compressed_fused.cpp). Returns false on all
 // ranks if ark does not carry the group's CUDA tensors or the ranks share no memory.
@@ -98,7 +109,7 @@ struct FusedCall {
   bool average;
   uint64_t fingerprint;
 };
-bool run_fused(const FusedCall& call, ProcessGroupArk& group, at::Tensor& out);
+bool run_fused(const FusedCall& call, ProcessGroupArk& group, const Result& result);
 
 // Checks of the arguments (compressed_checks.cpp); they throw Error.
 void check_settings(const CallSite& site, const QuantizerSettings& settings);

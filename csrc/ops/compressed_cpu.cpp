@@ -1,6 +1,8 @@
 // The steps of compressed collectives on CPU tensors; PyTorch's threads share the buckets.
 #include <ATen/Parallel.h>
 
+#include <algorithm>
+
 #include "collectives/compressed/quantizer.hpp"
 #include "ops/compressed.hpp"
 
@@ -32,6 +34,12 @@ unsigned char* bytes_of(at::Tensor& tensor) {
 
 float* residual_of(const at::Tensor* residual) {
   return residual == nullptr ? nullptr : static_cast<float*>(residual->data_ptr());
+}
+
+void note_nonfinite(const Result& result) {
+  if (result.nonfinite == nullptr) return;
+  const at::Tensor bad = at::isfinite(result.elements).logical_not_().nonzero();
+  if (bad.numel() != 0) *result.nonfinite = std::min(*result.nonfinite, bad.const_data_ptr<int64_t>()[0]);
 }
 
 // Calls finish(bucket, sums) for every bucket of the part with the sums over all ranks.
@@ -69,16 +77,17 @@ void encode_parts(const Coding& coding, const std::vector<PlacedPart>& parts, co
 }
 
 void decode_parts(const Coding& coding, const std::vector<PlacedPart>& parts, const at::Tensor& codes,
-                  at::Tensor& output) {
+                  const Result& result) {
   const auto& kernels = kernels_of(coding);
   const unsigned char* const from = bytes_of(codes);
-  unsigned char* const to = bytes_of(output);
+  unsigned char* const to = bytes_of(result.elements);
   for (const auto& [part, begin] : parts) {
     each_bucket(coding, *part, [&, begin = begin](const Bucket& bucket) {
       kernels.decode({from + begin + bucket.at, to + bucket.element * coding.element_bytes, bucket.numel,
                       bucket.piece->bits, coding.rule.format});
     });
   }
+  note_nonfinite(result);
 }
 
 void reduce_part(const Coding& coding, const PartSum& sum, const at::Tensor* residual, at::Tensor& codes) {
@@ -100,14 +109,15 @@ void reduce_part(const Coding& coding, const PartSum& sum, const at::Tensor* res
   });
 }
 
-void reduce_part_to_elements(const Coding& coding, const PartSum& sum, at::Tensor& output) {
+void reduce_part_to_elements(const Coding& coding, const PartSum& sum, const Result& result) {
   if (sum.part->pieces.empty()) return;
   const auto& kernels = kernels_of(coding);
   const uint64_t first = sum.part->pieces.front().element;
-  unsigned char* const to = bytes_of(output);
+  unsigned char* const to = bytes_of(result.elements);
   each_sum(coding, sum, [&](const Bucket& bucket, const float* sums) {
     kernels.store(sums, to + (bucket.element - first) * coding.element_bytes, bucket.numel);
   });
+  note_nonfinite(result);
 }
 
 }  // namespace ark::ops

@@ -35,10 +35,11 @@ void encode_parts_cuda(const Coding& coding, const std::vector<PlacedPart>& part
 }
 
 void decode_parts_cuda(const Coding& coding, const std::vector<PlacedPart>& parts, const at::Tensor& codes,
-                       at::Tensor& output) {
-  const c10::Device device = output.device();
+                       const Result& result) {
+  const c10::Device device = codes.device();
   device::CodeParams params = code_params(coding);
-  params.input = codes.const_data_ptr(), params.output = output.mutable_data_ptr();  // sums over a single rank
+  params.input = codes.const_data_ptr();  // sums over a single rank
+  write_to(params, result);
   CodeLaunches launches(coding, "compressed_sum", device, params, current_cuda_stream(device));
   for (const auto& [part, begin] : parts) launches.add(*part, begin);
   launches.launch();
@@ -54,11 +55,11 @@ void reduce_part_cuda(const Coding& coding, const PartSum& sum, const at::Tensor
   launches.launch();
 }
 
-void reduce_part_to_elements_cuda(const Coding& coding, const PartSum& sum, at::Tensor& output) {
+void reduce_part_to_elements_cuda(const Coding& coding, const PartSum& sum, const Result& result) {
   if (sum.part->pieces.empty()) return;
-  const c10::Device device = output.device();
+  const c10::Device device = result.elements.device();
   device::CodeParams params = code_params(coding, sum);
-  params.output = output.mutable_data_ptr();
+  write_to(params, result);
   params.first_element = sum.part->pieces.front().element;
   CodeLaunches launches(coding, "compressed_sum", device, params, current_cuda_stream(device));
   launches.add(*sum.part, 0);

@@ -95,19 +95,20 @@ class Steps {
     launches.launch();
   }
   // Decodes what all ranks received to elements.
-  void decode(const Round& round, uint64_t offset, at::Tensor& out) const {
+  void decode(const Round& round, uint64_t offset, const Result& result) const {
     device::CodeParams params = code_params(call_.coding);
-    params.input = place_.data + offset, params.output = out.mutable_data_ptr();
+    params.input = place_.data + offset;
+    write_to(params, result);
     CodeLaunches launches = launches_of("compressed_sum", params);
     for (int r = 0; r < size_; ++r) launches.add(round.parts[r], r * round.most);
     launches.launch();
   }
   // Writes the sums of this rank's part as elements.
-  void sum(const Round& round, at::Tensor& out) const {
+  void sum(const Round& round, const Result& result) const {
     if (round.parts[rank_].pieces.empty()) return;
     device::CodeParams params = code_params(call_.coding);
     add_ranks(params, round);
-    params.output = out.mutable_data_ptr();
+    write_to(params, result);
     params.first_element = call_.parts[rank_].pieces.front().element;
     CodeLaunches launches = launches_of("compressed_sum", params);
     launches.add(round.parts[rank_], 0);
@@ -144,7 +145,7 @@ class Steps {
 
 }  // namespace
 
-bool run_fused(const FusedCall& call, ProcessGroupArk& group, at::Tensor& out) {
+bool run_fused(const FusedCall& call, ProcessGroupArk& group, const Result& result) {
   const c10::Device device = call.input.device();
   raise_earlier(group, device, call.name);
   const bool reduces = call.kind == FusedKind::all_reduce;
@@ -167,10 +168,10 @@ bool run_fused(const FusedCall& call, ProcessGroupArk& group, at::Tensor& out) {
     for (const Round& round : rounds) {
       switch (call.kind) {
         case FusedKind::all_reduce:
-          steps.scatter(round), steps.reduce(round), steps.decode(round, round.half(), out);
+          steps.scatter(round), steps.reduce(round), steps.decode(round, round.half(), result);
           break;
-        case FusedKind::reduce_scatter: steps.scatter(round), steps.sum(round, out); break;
-        case FusedKind::all_gather: steps.share(round), steps.decode(round, 0, out); break;
+        case FusedKind::reduce_scatter: steps.scatter(round), steps.sum(round, result); break;
+        case FusedKind::all_gather: steps.share(round), steps.decode(round, 0, result); break;
       }
     }
     launched = true;

@@ -22,6 +22,10 @@ inline device::CodeParams code_params(const Coding& coding) {
   params.ranks = 1;
   return params;
 }
+inline void write_to(device::CodeParams& params, const Result& result) {
+  params.output = result.elements.mutable_data_ptr();
+  params.nonfinite = reinterpret_cast<long long*>(result.nonfinite);
+}
 inline const char* encode_entry(const at::Tensor* residual) {
   return residual == nullptr ? "compressed_encode" : "compressed_encode_fed";
 }
@@ -45,12 +49,14 @@ class CodeLaunches {
   void launch();
 
  private:
+  struct CodeKernel;
+
   device::CodeParams& params_of(const quantize::Piece& piece);
-  const jit::Kernel& kernel_of(const device::CodeParams& params) const;
-  unsigned cut(device::CodeParams& params, const jit::Kernel& kernel) const;
+  const CodeKernel& kernel_of(const device::CodeParams& params) const;
+  unsigned cut(device::CodeParams& params, uint64_t resident) const;
 
   const Coding& coding_;
-  const char* entry_;
+  const char* entry_;  // a literal: it identifies the kernel
   c10::Device device_;
   device::CodeParams params_;
   CUstream stream_;

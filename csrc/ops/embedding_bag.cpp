@@ -1,4 +1,5 @@
-// Checks, agreement between ranks, and the choice of CPU or GPU.
+// The forward pass of embedding_bag_all_to_all: checks the arguments, agrees on them between ranks, and calls the CPU's
+// or the GPU's implementation.
 #include "ops/embedding_bag.hpp"
 
 #include <ATen/MemoryOverlap.h>

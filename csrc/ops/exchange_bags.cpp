@@ -1,4 +1,6 @@
-// Implements exchange_bags.hpp.
+// Sorts a rank's bags by destination, exchanges sizes on the host, then sends lengths and indices together in one
+// all_to_all, and weights in another. A rank that refuses its arguments says so with the sizes, so no rank waits for
+// it.
 #include "ops/exchange_bags.hpp"
 
 #include <ATen/core/LegacyTypeDispatch.h>

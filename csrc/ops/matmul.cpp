@@ -1,4 +1,5 @@
-// Checks, agreement between ranks, and the choice of a form.
+// The entry point of products with collectives: checks the arguments, agrees on them between ranks, and runs the fused
+// form or the product and collective one after the other.
 #include "ops/matmul.hpp"
 
 #include <ATen/core/LegacyTypeDispatch.h>

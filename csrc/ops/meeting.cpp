@@ -1,4 +1,5 @@
-// Implements meeting.hpp.
+// Exchanges the ranks' words by an all_gather on CPU tensors and compares them. A rank that refuses its arguments still
+// takes part, with a special value, so that the others get an error at once instead of a timeout.
 #include "ops/meeting.hpp"
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>

@@ -1,4 +1,5 @@
-// Checks, agreement between ranks, and the choice of CPU or GPU.
+// The entry points of the mixture-of-experts operators: check the arguments, agree on them between ranks, and call the
+// CPU's or the GPU's implementation.
 #include "ops/moe.hpp"
 
 #include <ATen/core/LegacyTypeDispatch.h>

@@ -166,40 +166,43 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> moe_experts_backward(const at::Te
 ark::ops::CompressedCall compressed_call(const at::Tensor& input, const std::optional<at::Tensor>& residual,
                                          at::IntArrayRef numel, at::IntArrayRef bits, at::IntArrayRef bucket,
                                          c10::string_view format, c10::string_view rounding, int64_t seed,
-                                         c10::string_view op, c10::string_view group) {
-  return {input,           residual,          numel.vec(),
-          bits.vec(),      bucket.vec(),      {std::string(format), std::string(rounding), seed},
-          std::string(op), std::string(group)};
+                                         c10::string_view op, c10::string_view group,
+                                         const std::optional<at::Tensor>& nonfinite) {
+  return {input,           residual,           numel.vec(),
+          bits.vec(),      bucket.vec(),       {std::string(format), std::string(rounding), seed},
+          std::string(op), std::string(group), nonfinite};
 }
 
 at::Tensor compressed_all_reduce(const at::Tensor& input, const std::optional<at::Tensor>& residual,
                                  at::IntArrayRef numel, at::IntArrayRef bits, at::IntArrayRef bucket,
                                  c10::string_view format, c10::string_view rounding, int64_t seed, c10::string_view op,
-                                 c10::string_view group) {
+                                 c10::string_view group, const std::optional<at::Tensor>& nonfinite) {
   return ark::ops::compressed_all_reduce(
-      compressed_call(input, residual, numel, bits, bucket, format, rounding, seed, op, group));
+      compressed_call(input, residual, numel, bits, bucket, format, rounding, seed, op, group, nonfinite));
 }
 
 at::Tensor compressed_all_reduce_without_residual(const at::Tensor& input, at::IntArrayRef numel, at::IntArrayRef bits,
                                                   at::IntArrayRef bucket, c10::string_view format,
                                                   c10::string_view rounding, int64_t seed, c10::string_view op,
                                                   c10::string_view group) {
-  return compressed_all_reduce(input, std::nullopt, numel, bits, bucket, format, rounding, seed, op, group);
+  return compressed_all_reduce(input, std::nullopt, numel, bits, bucket, format, rounding, seed, op, group,
+                               std::nullopt);
 }
 
 at::Tensor compressed_reduce_scatter(const at::Tensor& input, const std::optional<at::Tensor>& residual,
                                      at::IntArrayRef numel, at::IntArrayRef bits, at::IntArrayRef bucket,
                                      c10::string_view format, c10::string_view rounding, int64_t seed,
-                                     c10::string_view op, c10::string_view group) {
+                                     c10::string_view op, c10::string_view group,
+                                     const std::optional<at::Tensor>& nonfinite) {
   return ark::ops::compressed_reduce_scatter(
-      compressed_call(input, residual, numel, bits, bucket, format, rounding, seed, op, group));
+      compressed_call(input, residual, numel, bits, bucket, format, rounding, seed, op, group, nonfinite));
 }
 
 at::Tensor compressed_all_gather(const at::Tensor& input, at::IntArrayRef numel, at::IntArrayRef bits,
                                  at::IntArrayRef bucket, c10::string_view format, c10::string_view rounding,
                                  int64_t seed, c10::string_view group) {
   return ark::ops::compressed_all_gather(
-      compressed_call(input, std::nullopt, numel, bits, bucket, format, rounding, seed, "", group));
+      compressed_call(input, std::nullopt, numel, bits, bucket, format, rounding, seed, "", group, std::nullopt));
 }
 
 at::Tensor quantize(const at::Tensor& input, int64_t bits, int64_t bucket, c10::string_view format,
@@ -266,14 +269,14 @@ TORCH_LIBRARY(ark, library) {
   library.def("dequantize(Tensor codes, SymInt numel, ScalarType dtype, int bits, int bucket, str format) -> Tensor");
   library.def(
       "compressed_all_reduce(Tensor input, Tensor(a!)? residual, SymInt[] numel, int[] bits, int[] bucket, str format, "
-      "str rounding, int seed, str op, str group) -> Tensor");
+      "str rounding, int seed, str op, str group, Tensor(b!)? nonfinite=None) -> Tensor");
   // A separate operator, because Inductor rejects one that writes an optional tensor which is not given.
   library.def(
       "compressed_all_reduce.without_residual(Tensor input, SymInt[] numel, int[] bits, int[] bucket, str format, "
       "str rounding, int seed, str op, str group) -> Tensor");
   library.def(
       "compressed_reduce_scatter(Tensor input, Tensor(a!)? residual, SymInt[] numel, int[] bits, int[] bucket, "
-      "str format, str rounding, int seed, str op, str group) -> Tensor");
+      "str format, str rounding, int seed, str op, str group, Tensor(b!)? nonfinite=None) -> Tensor");
   library.def(
       "compressed_all_gather(Tensor input, SymInt[] numel, int[] bits, int[] bucket, str format, str rounding, "
       "int seed, str group) -> Tensor");

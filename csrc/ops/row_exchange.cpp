@@ -1,4 +1,5 @@
-// Implements row_exchange.hpp.
+// Sends rows through the shared-memory exchange where that is possible, otherwise through buffers and all_to_all. This
+// rank's own rows are computed in place, in parallel, after the exchange.
 #include "ops/row_exchange.hpp"
 
 #include <ATen/Parallel.h>

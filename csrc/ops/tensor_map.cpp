@@ -1,4 +1,5 @@
-// Implements tensor_map.hpp.
+// Encodes a tensor map with the driver, in the layout that the fused matmul kernels expect: two-byte elements, 128-byte
+// swizzle, and zeros outside of the matrix, so that edge tiles need no special case.
 #include "ops/tensor_map.hpp"
 
 #include <algorithm>

@@ -1,4 +1,5 @@
-// Describes matrices to a Hopper GPU's copy engine.
+// Describes matrices to a Hopper GPU's bulk copy engine (TMA), which loads tiles of them without address computation in
+// the kernel.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,5 @@
-// Implements tile_result.hpp.
+// Chooses where all ranks store an operator's result: memory owned by the graph under capture, the registered tensor
+// itself, or a staging place that is copied afterwards. Also turns a launch's report into an error.
 #include "ops/tile_result.hpp"
 
 #include <c10/core/DeviceGuard.h>

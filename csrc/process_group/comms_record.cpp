@@ -1,4 +1,5 @@
-// Implements comms_record.hpp.
+// Builds the record_param_comms event of a call in ProcessGroupNCCL's format, because tools that read traces (HTA,
+// Chakra) expect exactly its fields and their order.
 #include "process_group/comms_record.hpp"
 
 namespace ark {

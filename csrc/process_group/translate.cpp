@@ -1,4 +1,5 @@
-// Tables and adapters between PyTorch and the library.
+// Maps dtypes, reduce ops and exceptions between PyTorch and the library, and adapts c10d's store. The library below
+// does not depend on torch, so all conversions are here.
 #include "process_group/translate.hpp"
 
 #include <c10/util/Exception.h>

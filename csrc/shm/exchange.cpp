@@ -1,4 +1,5 @@
-// The poll loop of exchange.hpp.
+// The poll loop of exchange.hpp. It calls lower ranks, accepts and checks higher ones, and probes silent peers, all
+// without blocking. Each pair ends as connected or apart; the loop ends then, at the deadline, or when a peer is lost.
 #include "shm/exchange.hpp"
 
 #include <poll.h>

@@ -1,4 +1,6 @@
-// Runs the steps of memory_meeting.hpp.
+// Runs the steps of memory_meeting.hpp. Each rank writes its outcome to a slot of its shared page and publishes the
+// step's number with release. After all ranks have, the result is computed from the slots alone, so it is the same
+// everywhere.
 #include "shm/memory_meeting.hpp"
 
 #include <cstring>

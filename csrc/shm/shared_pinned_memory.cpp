@@ -1,4 +1,5 @@
-// Implements shared_pinned_memory.hpp.
+// Creates, exchanges and registers the parts of shared_pinned_memory.hpp in one step of a meeting, so that either all
+// ranks have all parts or none has.
 #include "shm/shared_pinned_memory.hpp"
 
 #include <fcntl.h>

@@ -1,3 +1,5 @@
+// Polls the store with growing pauses. Rank 0 waits for all values and publishes them joined; the other ranks wait for
+// that one key. The error of a timeout names the ranks whose values are missing.
 #include "shm/store_gather.hpp"
 
 #include <algorithm>

@@ -1,4 +1,5 @@
-// Runs the steps of symmetric_memory.hpp.
+// Allocates and shares a buffer in two steps of a meeting. Ranks check each other's size, GPU and peer access before
+// they map, so the error names the rank and the reason instead of a failed driver call.
 #include "shm/symmetric_memory.hpp"
 
 #include <cstring>

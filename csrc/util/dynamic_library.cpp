@@ -1,4 +1,4 @@
-// The system's loader for dynamic_library.hpp.
+// The system's dlopen and dlsym behind dynamic_library.hpp: the default where no test substitutes its own opener.
 #include "util/dynamic_library.hpp"
 
 #include <dlfcn.h>

@@ -1,4 +1,5 @@
-// Implements json_writer.hpp.
+// Writes JSON text into a string. Commas follow from one flag, which tells whether a value is the first after a bracket
+// or key. Strings are checked as UTF-8 character by character, because names come from users.
 #include "util/json_writer.hpp"
 
 #include <algorithm>

@@ -1,9 +1,8 @@
-// Data-parallel training on two processes with no Python interpreter: LibTorch for the mathematics, ark for the
-// gradients.
+// Data-parallel training on two processes without Python: LibTorch for the mathematics, ark for the gradients.
 //
-// The parent forks before anything else starts a thread; the two ranks meet through a file, sum a tensor, then train
-// one linear model, each on its own half of the data, averaging gradients after every backward pass. Both must end with
-// the same bits and near the weights that made the data.
+// The parent forks before any thread exists. The two ranks meet through a file, sum a tensor, then train one linear
+// model, each on its own half of the data, averaging gradients after every backward pass. Both must end with the same
+// bits, close to the weights that generated the data.
 #include <sys/wait.h>
 #include <torch/torch.h>
 #include <unistd.h>
@@ -37,12 +36,12 @@ bool sums_up(ark::ProcessGroupArk& group, int rank) {
   return torch::equal(tensor, 2 * torch::arange(4, torch::kFloat) + 1);
 }
 
-// Trains on this rank's half; returns the weights.
+// Trains on this rank's half and returns the weights.
 at::Tensor train(ark::ProcessGroupArk& group, int rank, const at::Tensor& truth) {
-  torch::manual_seed(1 + rank);  // its own data
+  torch::manual_seed(1 + rank);  // own data on each rank
   auto inputs = torch::randn({kRows, kFeatures});
   auto targets = inputs.matmul(truth);
-  torch::manual_seed(7);  // the same start
+  torch::manual_seed(7);  // equal initial weights
   auto weights = torch::randn({kFeatures, 1}).requires_grad_();
   torch::optim::SGD optimizer({weights}, torch::optim::SGDOptions(0.1));
   for (int step = 0; step < kSteps; ++step) {
@@ -67,7 +66,7 @@ int run(int rank, const std::string& path) {
   auto truth = torch::linspace(-1, 1, kFeatures).unsqueeze(1);
   auto weights = train(*group, rank, truth);
 
-  // Equal on both ranks to the last bit: their largest and smallest agree.
+  // Equal on both ranks to the last bit, because maximum and minimum agree.
   auto largest = weights.clone();
   auto smallest = weights.clone();
   all_reduce(*group, largest, c10d::ReduceOp::MAX);

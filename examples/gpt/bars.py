@@ -1,4 +1,4 @@
-"""Progress of the runs on rank 0: a bar a run on a terminal, a line now and then in a log file."""
+"""Progress of the runs on rank 0: one bar per run on a terminal, an occasional line in a log file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Bars(Progress):
         super().__init__(*columns, TextColumn("{task.fields[losses]}"), console=console, disable=console.quiet)
 
     def follow(self, name: str, steps: int) -> StepListener:
-        """Adds a bar and returns what the training calls after each step."""
+        """Adds a bar and returns a function that the training calls after each step."""
         task = self.add_task(name, total=steps, losses="")
         latest = math.nan
 

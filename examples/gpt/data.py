@@ -1,8 +1,8 @@
 """The demo's text: the source of the Python standard library that runs it, as bytes.
 
-It is on every machine that can run the demo, so nothing is downloaded. Files are split, whole, into training and
-held-out text by a hash of their path: a held-out file has never been seen, and the split is the same on all ranks.
-Which files exist differs between Python versions and distributions, so losses compare only on one installation.
+It exists on every machine that can run the demo, so nothing is downloaded. A hash of its path assigns each file to the
+training or the held-out text, so that a held-out file is never seen in training, and the split is the same on all
+ranks. The set of files depends on Python version and distribution, so losses compare only within one installation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# Not the library's own source, or no prose: tests, and tables of characters.
+# Not the library's own source, or not typical code: tests, and tables of characters.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "encodings", "pydoc_data"}
 HELD_OUT_ONE_IN = 12
 
@@ -29,7 +29,7 @@ class Corpus:
 
 
 def load_corpus(folder: Path | None = None) -> Corpus:
-    """Reads the *.py files under `folder` (default: the standard library), in an order that all ranks share."""
+    """Reads the *.py files under `folder` (default: the standard library), in the same order on all ranks."""
     root = Path(sysconfig.get_path("stdlib")) if folder is None else folder
     if not root.is_dir():
         raise ValueError(f"text folder {root} does not exist or is no folder; name one that holds *.py files")
@@ -57,12 +57,12 @@ def check_length(text: Tensor, context: int, what: str) -> None:
 
 
 def sample_windows(text: Tensor, batch: int, context: int, generator: torch.Generator) -> Tensor:
-    """A batch of random windows of context + 1 bytes: inputs and, shifted by one, targets."""
+    """Returns a batch of random windows of context + 1 bytes: inputs and, shifted by one, targets."""
     starts = torch.randint(text.numel() - context - 1, (batch, 1), generator=generator)
     return text[starts + torch.arange(context + 1)].long()
 
 
 def fixed_windows(text: Tensor, count: int, context: int) -> Tensor:
-    """`count` windows spread evenly over the text: the same ones at every evaluation and in every run."""
+    """Returns `count` windows spread evenly over the text, the same at every evaluation and in every run."""
     starts = torch.linspace(0, text.numel() - context - 1, count).long()[:, None]
     return text[starts + torch.arange(context + 1)].long()

@@ -1,8 +1,8 @@
-"""The trained model writes: one byte a step, with a cache of keys and values, in four ways that are compared.
+"""The trained model writes one byte per step, with a cache of keys and values, in four ways that are compared.
 
-A step takes a byte and its position and draws the next byte; its noise is given, so that all ways draw alike. The cache
-has a place for every position of the text, and attention sees the last `context` of them, as in training. It is written
-in place, and the position is a tensor, so that one compiled step serves all positions.
+A step takes a byte and its position and draws the next byte. Its noise is given, so that all ways draw the same. The
+cache has a place for every position of the text, and attention sees the last `context` of them, as in training. It is
+written in place, and the position is a tensor, so that one compiled step serves all positions.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import ark_torch
 from .model import GPT, VOCABULARY, rotary_tables, rotate
 
 Step = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-Run = Callable[[Tensor, Tensor, Tensor], Tensor]  # first byte, its position, noise of each step: the bytes after it
-OPTIONS = {"choose": "ark"}  # the demo shows ark; by default the quicker one is taken
+Run = Callable[[Tensor, Tensor, Tensor], Tensor]  # (first byte, its position, noise per step) -> the following bytes
+OPTIONS = {"choose": "ark"}  # the demo shows ark; by default the faster one is used
 WAYS = ("eager", "Inductor", "ark", "ark, resident")
 
 
 class Decoder(nn.Module):
-    """tokens [1, n] at positions [n] to the logits behind the last, [1, 256]; the cache has `length` positions."""
+    """Maps tokens [1, n] at positions [n] to the last one's logits, [1, 256]. The cache has `length` positions."""
 
     keys: Tensor
     values: Tensor
@@ -65,14 +65,14 @@ class Decoder(nn.Module):
 
 def make_step(decoder: Decoder, temperature: float) -> Step:
     def step(token: Tensor, position: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        logits = decoder(token, position) / temperature + noise  # Gumbel noise: the greatest is a draw
+        logits = decoder(token, position) / temperature + noise  # Gumbel noise: the argmax is a random draw
         return logits.argmax(-1, keepdim=True), position + 1
 
     return step
 
 
 def one_by_one(step: Step) -> Run:
-    """A call from Python for every byte."""
+    """One call from Python per byte."""
 
     def run(token: Tensor, position: Tensor, noise: Tensor) -> Tensor:
         written = []
@@ -85,7 +85,7 @@ def one_by_one(step: Step) -> Run:
 
 
 def one_launch(step: Step) -> Run:
-    """All bytes from one launch; an error where that cannot be."""
+    """All bytes from one launch, or an error if that is not possible."""
     loop = ark_torch.resident(step, options={**OPTIONS, "fallback": False})
 
     def run(token: Tensor, position: Tensor, noise: Tensor) -> Tensor:
@@ -106,16 +106,16 @@ def way_of(name: str, step: Step) -> Run:
 
 @dataclass
 class Written:
-    """What one way has written, and how fast."""
+    """The text of one way, and its speed."""
 
     text: list[int]
     first_call_seconds: float
     tokens_per_second: float = 0.0
-    as_eager: int = 0  # how many bytes are eager's, from the first on
+    as_eager: int = 0  # length of the common prefix with eager's bytes
 
 
 class Writer:
-    """One way with a cache of its own."""
+    """One way, with its own cache."""
 
     def __init__(self, name: str, gpt: GPT, prompt: bytes, noise: Tensor, temperature: float) -> None:
         device = gpt.embedding.weight.device
@@ -125,9 +125,9 @@ class Writer:
         self._noise, self._temperature = noise.to(device), temperature
 
     def write(self) -> tuple[list[int], float]:
-        """The text behind the prompt, and the seconds that its steps took (not the prompt)."""
+        """Returns the text after the prompt, and the seconds that its steps took (without the prompt)."""
         count = self._prompt.size(1)
-        logits = self._decoder(self._prompt, torch.arange(count, device=self._prompt.device))  # eagerly, once
+        logits = self._decoder(self._prompt, torch.arange(count, device=self._prompt.device))  # once, eagerly
         first = (logits / self._temperature + self._noise[0]).argmax(-1, keepdim=True)
         position = torch.tensor([count], device=first.device)
         begin = time.perf_counter()
@@ -138,7 +138,7 @@ class Writer:
 
 @torch.no_grad()
 def compare(gpt: GPT, prompt: bytes, count: int, temperature: float, seed: int, rounds: int = 3) -> dict[str, Written]:
-    """The same text in every way; the ways take turns, and a rate is the median of the rounds."""
+    """Writes the same text in every way. The ways take turns, and a rate is the median over rounds."""
     generator = torch.Generator().manual_seed(seed)
     noise = -torch.empty(count, 1, VOCABULARY).exponential_(generator=generator).log()
     writers = {name: Writer(name, gpt, prompt, noise, temperature) for name in WAYS}

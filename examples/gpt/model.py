@@ -1,8 +1,8 @@
 """A small byte-level GPT: the model that examples/train_gpt.py trains.
 
-Pre-norm transformer with rotary positions; the output layer shares the embedding's weights, whose small
-initial values keep the first loss near ln(256). The tokens are the 256 byte values, so there is no tokenizer
-to fetch and any text will do. Nothing here knows about distributed training: that is the trainer's business.
+A pre-norm transformer with rotary positions. The output layer shares the embedding's weights, whose small initial
+values keep the first loss near ln(256). The tokens are the 256 byte values, so that there is no tokenizer to download
+and any text works. Nothing here depends on distributed training, which is the trainer's task.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class ModelConfig:
 
 
 def rotary_tables(config: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the positions 0 to length - 1, [length, head size / 2] each."""
+    """Returns cosines and sines of positions 0 to length - 1, [length, head size / 2] each."""
     half = config.width // config.heads // 2
     angles = torch.outer(torch.arange(length), 10000.0 ** (-torch.arange(half) / half))
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotary position embedding: turns pairs of channels by an angle that grows with the position."""
+    """Rotary position embedding: rotates pairs of channels by an angle that grows with the position."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1)
 
@@ -59,7 +59,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, logits over the next byte out."""
+    """Maps bytes to logits of the next byte."""
 
     cosine: Tensor
     sine: Tensor
@@ -77,7 +77,7 @@ class GPT(nn.Module):
         self.register_buffer("sine", sine, persistent=False)
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
-                # Layers that add into the residual stream start small, so that depth does not blow it up.
+                # Layers that add to the residual stream start small, so that it does not grow with depth.
                 scale = (2 * config.layers) ** -0.5 if name.endswith(("project.weight", "down.weight")) else 1.0
                 nn.init.normal_(weight, std=0.02 if weight is self.embedding.weight else scale * weight.size(1) ** -0.5)
 
@@ -91,9 +91,9 @@ class GPT(nn.Module):
 
 
 def next_byte_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Mean cross entropy, in nats a byte, of predicting each byte of [batch, length + 1] windows from those before.
+    """Mean cross entropy in nats per byte of predicting each byte of [batch, length + 1] windows from those before.
 
-    A function beside the model, not a method, because DistributedDataParallel only sees calls of the model itself.
+    It is a function, not a method, because DistributedDataParallel only handles calls of the model itself.
     """
     logits = model(tokens[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())

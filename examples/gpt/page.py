@@ -1,4 +1,4 @@
-"""demo-output/index.html: everything that the demo has found, on one page without other files."""
+"""demo-output/index.html: all results of the demo on one self-contained page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Table = tuple[str, list[str], list[list[str]]]  # caption, head, rows
 
 
 def summary(report: dict[str, Any], decoded: dict[str, Any] | None) -> Table:
-    """The whole demo in one table: what was done, over or by what, the figure, and ours by theirs."""
+    """The whole demo in one table: the task, the backend or method, the figure, and ours relative to theirs."""
     rows: list[list[str]] = []
     times = report["communication"]["backends"]
     first = next(iter(times))
@@ -60,7 +60,7 @@ def html_of(table: Table) -> str:
 
 
 def picture(path: Path, caption: str) -> str:
-    """Within the page; nothing where there is no such file."""
+    """Embeds the picture in the page. Returns nothing if the file does not exist."""
     if not path.is_file():
         return ""
     kind = "svg+xml" if path.suffix == ".svg" else "png"
@@ -72,7 +72,7 @@ def picture(path: Path, caption: str) -> str:
 
 
 def write(folder: Path) -> Path:
-    """From report.json, decode.json and the pictures of the folder."""
+    """Writes the page from report.json, decode.json and the pictures of the folder."""
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     decoded = folder / "decode.json"
     found = json.loads(decoded.read_text(encoding="utf-8")) if decoded.is_file() else None

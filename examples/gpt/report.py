@@ -1,6 +1,6 @@
-"""What the demo shows when its runs are over: curves, a comparison of the runs, how fast the model writes.
+"""What the demo shows at its end: curves, a comparison of the runs, and the speed of writing.
 
-The comparison judges as well: `compare` says which promises hold, and the demo's exit code follows it.
+`compare` also decides which promises hold, and the demo's exit code follows it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from . import page
 from .timing import CommunicationTimes
 from .training import Place, RunResult, TrainingConfig
 
-# Two backends may round the same sum differently where more than two ranks add (two ranks: a + b is b + a), and
-# training feeds the last bit back into all that follows. Relative distance of the weights, in the Euclidean norm.
+# Allowed relative distance of the weights (Euclidean norm). With more than two ranks, two backends may round a sum
+# differently (two ranks: a + b is b + a), and training feeds the last bit back into everything after it.
 ROUNDING = 1e-2
 
 
@@ -32,7 +32,7 @@ class Verdict:
 
 
 def compare(results: list[RunResult]) -> list[Verdict]:
-    """Judges every later run against the first: bit for bit over the same backend, within rounding over another."""
+    """Compares every later run with the first: bit for bit over the same backend, within rounding over another."""
     first = results[0]
     verdicts = []
     for other in results[1:]:
@@ -84,7 +84,7 @@ def communication_table(times: CommunicationTimes) -> Table:
 
 
 def smooth(losses: list[float], window: int = 20) -> list[float]:
-    """Running mean over the last `window` steps."""
+    """Returns the running mean over the last `window` steps."""
     sums = torch.tensor([0.0, *losses], dtype=torch.float64).cumsum(0)
     ends = torch.arange(1, len(losses) + 1)
     starts = (ends - window).clamp(min=0)
@@ -92,7 +92,7 @@ def smooth(losses: list[float], window: int = 20) -> list[float]:
 
 
 def terminal_curve(result: RunResult, width: int) -> str:
-    """The loss curve as text, for the terminal."""
+    """Draws the loss curve as text for the terminal."""
     figure = plotille.Figure()
     figure.width, figure.height, figure.with_colors = width, 14, False
     figure.x_label, figure.y_label = "step", "loss, nats a byte"
@@ -106,7 +106,7 @@ def terminal_curve(result: RunResult, width: int) -> str:
 
 
 def draw(results: list[RunResult], times: CommunicationTimes, path: Path) -> None:
-    """The PNG: loss curves of all runs, drawn over one another, and the communication time of each."""
+    """Draws the PNG: loss curves of all runs in one plot, and the communication time of each."""
     figure = Figure(figsize=(12, 5), layout="tight")  # not pyplot: there may be no screen
     curves, bars = figure.subplots(1, 2, width_ratios=(2, 1))
     for number, result in enumerate(results):
@@ -141,7 +141,7 @@ def write_report(
 
 
 def show(console: Console, results: list[RunResult], times: CommunicationTimes) -> bool:
-    """Prints what the training has shown; returns whether all verdicts hold."""
+    """Prints the results of the training. Returns whether all verdicts hold."""
     console.print()
     console.print(
         terminal_curve(results[0], min(console.width - 24, 80)), markup=False, highlight=False, soft_wrap=True
@@ -158,7 +158,7 @@ def show(console: Console, results: list[RunResult], times: CommunicationTimes) 
 
 
 def show_writing(console: Console, folder: Path) -> None:
-    """The sample, how fast each way has written, and the summary of all, from the files in the folder."""
+    """Prints the sample, the speed of each way, and the summary, from the folder's files."""
     decoded = json.loads((folder / "decode.json").read_text(encoding="utf-8"))
     console.print("\nA sample from the trained model:\n", style="bold")
     console.print((folder / "sample.txt").read_text(encoding="utf-8"), markup=False, highlight=False)

@@ -1,7 +1,7 @@
-"""What communication costs: a training step over each backend, without any, and the gradients' all_reduce alone.
+"""The cost of communication: a training step over each backend, one without, and the gradients' all_reduce alone.
 
-All of them take turns in the same processes, so that whatever else the machine does hits all alike; a turn starts
-behind a barrier and lasts as long as its slowest rank. benchmarks/ddp_step.py measures with the same function.
+They take turns in the same processes, so that noise of the machine affects all equally. A turn starts after a barrier
+and lasts as long as its slowest rank. benchmarks/ddp_step.py uses the same function.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .model import GPT, ModelConfig, next_byte_loss
 
-WARM_UP = 3  # DDP arranges its buckets anew after the first step
+WARM_UP = 3  # DDP rebuilds its buckets after the first step
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Milliseconds over one backend, medians; a spread is half the interquartile range."""
+    """Medians in milliseconds over one backend. A spread is half the interquartile range."""
 
-    step_ms: float  # forward and backward with the gradients' all_reduce
+    step_ms: float  # forward and backward, including the gradients' all_reduce
     step_spread_ms: float
-    exposed_ms: float  # how much longer, turn by turn, than without communication: what backward does not hide
-    gradient_ms: float  # all_reduce of one step's gradients with nothing beside it
+    exposed_ms: float  # time added to a step without communication, turn by turn: what backward does not hide
+    gradient_ms: float  # all_reduce of one step's gradients alone
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class CommunicationTimes:
 def time_communication(
     config: ModelConfig, batch: int, groups: dict[str, dist.ProcessGroup], rounds: int, device: torch.device
 ) -> CommunicationTimes:
-    """Every rank calls it and gets the same; the default group must exist, and all ranks be in all groups."""
+    """All ranks call it and get the same result. The default group must exist, and all groups must have all ranks."""
     torch.manual_seed(0)
     models = {
         name: DistributedDataParallel(GPT(config).to(device), process_group=group, gradient_as_bucket_view=True)
@@ -87,7 +87,7 @@ def time_communication(
 
 
 def time_between_barriers(action: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds that the action takes on this rank when all ranks start it together."""
+    """Returns the milliseconds that the action takes on this rank when all ranks start it together."""
     dist.barrier()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -99,7 +99,7 @@ def time_between_barriers(action: Callable[[], object], device: torch.device) ->
 
 
 def slowest_rank(times: list[float], device: torch.device) -> list[float]:
-    """Each turn counts as long as its slowest rank took."""
+    """Returns, for each turn, the time of its slowest rank."""
     slowest: Tensor = torch.tensor(times, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return [float(value) for value in slowest.tolist()]

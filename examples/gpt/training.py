@@ -1,9 +1,9 @@
-"""One training run of the demo over one backend, and what it measures about itself.
+"""One training run of the demo over one backend, with its measurements.
 
-A run makes its process group, trains the model with DistributedDataParallel and destroys the group again, so that
-several runs over different backends can follow one another in the same processes and be compared. All randomness
-comes from the seed and the rank: two runs that differ in the backend alone do the same arithmetic on the same data.
-Communication is timed after the runs, where it can be told apart from the computation (timing.py).
+A run creates its process group, trains the model with DistributedDataParallel and destroys the group, so that several
+runs over different backends can follow each other in the same processes. All randomness comes from the seed and the
+rank: two runs that differ only in the backend do the same arithmetic on the same data. Communication is timed after the
+runs, where it can be separated from computation (timing.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .timing import CommunicationTimes, time_communication
 class TrainingConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     steps: int = 120
-    batch: int = 16  # windows a rank and step
+    batch: int = 16  # windows per rank and step
     learning_rate: float = 4e-3
     seed: int = 1234
     evaluate_every: int = 50
@@ -39,7 +39,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class Place:
-    """Where this rank stands: what torch.distributed.rendezvous returned, and its device."""
+    """This rank's place: the result of torch.distributed.rendezvous, and its device."""
 
     store: dist.Store
     rank: int
@@ -58,11 +58,11 @@ class RunResult:
     bytes_exact: int = 0
 
 
-Progress = Callable[[int, float, float | None], None]  # step, training loss, held-out loss when it is new
+Progress = Callable[[int, float, float | None], None]  # step, training loss, new held-out loss or None
 
 
 def learning_rate_factor(step: int, steps: int) -> float:
-    """Linear warm-up over the first tenth, then half a cosine down to a tenth."""
+    """Linear warm-up over the first tenth, then a half cosine down to a tenth."""
     warm_up = max(1, steps // 10)
     if step < warm_up:
         return (step + 1) / warm_up
@@ -72,7 +72,7 @@ def learning_rate_factor(step: int, steps: int) -> float:
 def train(
     config: TrainingConfig, corpus: Corpus, backend: str, run: int, place: Place, progress: Progress
 ) -> tuple[RunResult, GPT]:
-    """Trains over `backend`; all ranks call it together, with another number for each run of the job."""
+    """Trains over `backend`. All ranks call it together, with a different number for each run of the job."""
     device = place.device
     join_group(backend, f"run{run}", place)
     try:
@@ -124,7 +124,7 @@ def train(
 
 
 def compress(ddp: DistributedDataParallel, settings: dict[str, Any]) -> Any:
-    """Gradients with few bits from here on; the hook's state knows what was sent."""
+    """Compresses gradients from here on. The hook's state counts what was sent."""
     from ark_torch.distributed import compression
 
     state = compression.State(module=ddp, **settings)
@@ -133,20 +133,20 @@ def compress(ddp: DistributedDataParallel, settings: dict[str, Any]) -> Any:
 
 
 def join_group(backend: str, name: str, place: Place) -> None:
-    # A prefix of its own: what an earlier group left in the store must not be taken for this one's addresses.
+    # A separate prefix, so that an earlier group's addresses in the store are not used.
     store = dist.PrefixStore(name, place.store)
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world)
 
 
 def leave_group() -> None:
-    # Gloo's destructor joins its threads while Python's lock is held; one that is still dropping the last tensor
-    # waits for that lock, for ever (seen with 2.13). Sleeping gives the lock away until they are idle.
+    # Gloo's destructor joins its threads while holding Python's lock. A thread that is still dropping the last tensor
+    # waits for that lock forever (seen with 2.13). Sleeping releases the lock until they are idle.
     time.sleep(0.1)
     dist.destroy_process_group()
 
 
 def measure_communication(config: TrainingConfig, backends: list[str], place: Place) -> CommunicationTimes:
-    """Times the backends side by side, each as a group of its own in these processes."""
+    """Times the backends side by side, each as a separate group in these processes."""
     join_group(backends[0], "timing", place)
     try:
         groups = {name: dist.new_group(backend=name) for name in dict.fromkeys(backends)}
@@ -157,7 +157,7 @@ def measure_communication(config: TrainingConfig, backends: list[str], place: Pl
 
 @torch.no_grad()
 def evaluate(model: GPT, windows: Tensor, device: torch.device) -> float:
-    """Held-out loss; each rank takes its share of the windows and the sums meet in an all_reduce."""
+    """Returns the held-out loss. Each rank evaluates its share of the windows, and an all_reduce adds the sums."""
     share = windows[dist.get_rank() :: dist.get_world_size()]
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for tokens in share.split(64):

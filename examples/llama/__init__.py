@@ -1,1 +1,1 @@
-"""A small Llama, written by hand, and greedy decoding with it."""
+"""A small hand-written Llama, and greedy decoding with it."""

@@ -1,10 +1,10 @@
 """A Llama in plain PyTorch: rotary embeddings, grouped KV heads, RMSNorm, SwiGLU, and a KV cache written in place.
 
-Decoding reads its position from a tensor, so one compiled graph serves every position up to max_len. The cache is made
-for a batch; a step writes the keys and values of its positions and attends to what lies before them.
+Decoding reads its position from a tensor, so that one compiled graph serves every position up to max_len. The cache is
+created for a batch. A step writes the keys and values of its positions and attends to all earlier ones.
 
-Tensor parallel: each rank of `group` holds its share of the heads, of the hidden units of the MLP and of the product
-with the vocabulary (shard()); partial results are summed by all_reduce, the logits put together by all_gather.
+Tensor parallel: each rank of `group` holds its share of the heads, of the MLP's hidden units and of the vocabulary
+(shard()). all_reduce adds partial results, and all_gather collects the logits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as collectives
 
-# Its name before PyTorch 2.13 was all_gather_tensor.
+# Before PyTorch 2.13 its name was all_gather_tensor.
 gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
 
 
@@ -37,7 +37,7 @@ class LlamaConfig:
 
 
 def rotary_tables(config: LlamaConfig) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each [max_len, head_dim]."""
+    """Returns cosines and sines, each [max_len, head_dim]."""
     frequencies = 1.0 / config.theta ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim)
     angles = torch.outer(torch.arange(config.max_len).float(), frequencies)
     angles = torch.cat([angles, angles], -1)
@@ -66,7 +66,7 @@ def summed(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def together(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Columns of all ranks, side by side."""
+    """Returns the columns of all ranks, side by side."""
     if group is None:
         return part
     parts = gather(part, 0, group).view(group.size(), *part.shape)
@@ -123,7 +123,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """ids [batch, length] and positions [length], int64, to the logits of the last position, [batch, vocabulary]."""
+    """Maps ids [batch, length] and positions [length], int64, to the last position's logits, [batch, vocabulary]."""
 
     def __init__(self, config: LlamaConfig, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class Llama(nn.Module):
 
 @torch.no_grad()
 def shard(model: Llama, group: dist.ProcessGroup) -> Llama:
-    """This rank's share of a model, with weights of its own."""
+    """Returns this rank's share of a model, with its own weights."""
     rank, size, config = dist.get_rank(group), dist.get_world_size(group), model.config
     own = replace(config, heads=config.heads // size, kv_heads=config.kv_heads // size, ffn=config.ffn // size)
     part = Llama(own, group).to(next(model.parameters()).dtype).requires_grad_(False).eval()

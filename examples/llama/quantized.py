@@ -1,11 +1,12 @@
-"""Weight-only quantisation of a model's linear layers, in plain PyTorch: int8 and float8 with a scale a channel, int4
-with a scale and a zero for each group of a channel's depth.
+"""Weight-only quantisation of a model's linear layers in plain PyTorch.
+
+int8 and float8 have a scale per channel, int4 has a scale and a zero per group of a channel's depth.
 
     from llama.quantized import quantize
     model = torch.compile(quantize(model, "int4"), backend="ark")
 
-Written as GPT-fast and torchao write them: torch.compile(backend="ark") finds the decoding in the graph and does it in
-registers, while the product reads the codes (docs/compile.md).
+It is written like GPT-fast's and torchao's code. torch.compile(backend="ark") finds the decoding in the graph and does
+it in registers while the product reads the codes (docs/compile.md).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ FORMS = ("int8", "float8", "int4")
 
 
 class Int8Linear(nn.Module):
-    """The product of codes, times the scales of channels."""
+    """The product of the codes, times the channels' scales."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -34,7 +35,7 @@ class Int8Linear(nn.Module):
 
 
 class Float8Linear(nn.Module):
-    """The product of what is decoded in float32 and rounded to the activations' type."""
+    """The product of weights that are decoded in float32 and rounded to the activations' type."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -48,7 +49,7 @@ class Float8Linear(nn.Module):
 
 
 class Int4Linear(nn.Module):
-    """Two codes a byte, the first in the low bits, with a scale and a zero for each group."""
+    """Two codes per byte, the first in the low bits, with a scale and a zero per group."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, group: int = GROUP) -> None:
         super().__init__()
@@ -69,7 +70,7 @@ class Int4Linear(nn.Module):
 
 
 def quantize(model: nn.Module, form: str) -> nn.Module:
-    """Every nn.Linear in its place; the model itself comes back."""
+    """Replaces every nn.Linear in place. Returns the model itself."""
     make = {"int8": Int8Linear, "float8": Float8Linear, "int4": Int4Linear}[form]
     for name, child in model.named_children():
         if isinstance(child, nn.Linear):

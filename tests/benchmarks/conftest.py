@@ -1,4 +1,4 @@
-"""The benchmarks on GPUs, as modules and as programs."""
+"""Makes the GPU benchmarks available as modules and as programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of coded weights, on a model of one layer: one region for each form, right and told."""
+"""The benchmark of quantised weights on a one-layer model: one region for each form, correct and reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of messages between two GPUs, as far as it goes without one: kernels and program compile, rows show."""
+"""The benchmark of messages between two GPUs, without GPUs: kernels and program compile, and tables show rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_kernels_compile(arch: str) -> None:
     _, kernels = _C._compile_kernel(dma_program.stub(), arch)
     names = {kernel["name"] for kernel in kernels}
     ends = {f"{engine}_{end}" for engine in ("store", "warp", "packet", "copy_engine", "proxy") for end in ENDS}
-    if arch != "sm_80":  # what has TMA
+    if arch != "sm_80":  # has TMA
         ends |= {f"bulk_{end}" for end in ENDS} | {"bulk_send_2", "bulk_send_4", "stream_put", "pull_put", "pull_keep"}
         ends |= {f"add_{dtype}_put" for dtype in ("f32", "bf16", "f16")}
     receivers = {"watch", "look", "keep", "packet_keep", "packet_receive", "copy_engine_keep", "copy_engine_receive"}
@@ -45,7 +45,7 @@ def test_kernels_compile(arch: str) -> None:
 
 
 @of_benchmarks
-@pytest.mark.limit(400)
+@pytest.mark.timeout(400)
 def test_program_compiles_and_says_what_it_lacks(tmp_path: Path) -> None:
     command = [sys.executable, str(Path(dma.__file__)), "--build", str(tmp_path / "built")]
     done = subprocess.run(command, env=start.base_environment(), capture_output=True, text=True, timeout=350)

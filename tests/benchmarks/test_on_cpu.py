@@ -1,4 +1,4 @@
-"""The benchmarks for GPUs, run on CPU tensors: what they compute is right, bounded and told, whatever the time says."""
+"""The GPU benchmarks on CPU tensors: results are correct, bounded and reported, whatever the times are."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_four_gpus_part_by_part(tmp_path: Path, leaves_nothing: None) -> None:
     rows = json.loads((tmp_path / "dispatch.json").read_text())["rows"]
     assert {row["contender"] for row in rows} >= {f"{launcher.BACKEND}_rings", f"{launcher.BACKEND}_bulk24"}
     assert all(row["wrong"] == 0 for row in rows)
-    again = call("dispatch")  # has ended, and is not begun again
+    again = call("dispatch")  # already done, so it does not run again
     assert again.returncode == 0 and again.stdout.strip() == "# failed: none", again.stdout + again.stderr
 
 
@@ -333,7 +333,7 @@ def test_variants_of_ark() -> None:
 @of_benchmarks
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("tc"), reason="needs root and iproute2")
 def test_nodes(tmp_path: Path) -> None:
-    """Two namespaces on a shaped link, results checked, and the table is made from the file."""
+    """Two namespaces on a shaped link: results are checked, and the table is made from the file."""
     command = [sys.executable, str(FOLDER / "nodes.py"), "--rates", "1gbit", "--sizes", "16", "300K", "--rounds", "1"]
     done = subprocess.run(
         [*command, "--output", str(tmp_path)],
@@ -368,7 +368,7 @@ def test_contest(tmp_path: Path) -> None:
 
 @pytest.mark.quick
 def test_a_contest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows stay, what failed is tried again, the time that is left is kept to; another machine's rows are dropped."""
+    """Rows are kept, failed ones are tried again, the time limit holds, and another machine's rows are dropped."""
     import contest
 
     times = {"eager": 2.0, "inductor": 1.5, "ark": 1.0, "default": 1.1}
@@ -403,7 +403,7 @@ def test_a_contest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @of_benchmarks
 @pytest.mark.nightly
 def test_cache_policies(tmp_path: Path) -> None:
-    """Small models under all four options: the same bits, table, picture and JSON; the plot from the JSON alone."""
+    """Small models under all four options: the same bits, table, picture and JSON, and the plot from the JSON alone."""
     chosen = ["pooled embedding, Zipf", "softmax chain"]
     done = run("cache_policy.py", "--device", "cpu", "--turns", "2", "--only", *chosen, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -415,7 +415,7 @@ def test_cache_policies(tmp_path: Path) -> None:
         assert set(row["policies"]["none"]) == {"normal"}
         assert row["policies"]["all-first"]["evict_first"] == row["policies"]["all-last"]["evict_last"] > 0
     assert set(found["geometric_mean"]) == set(row["microseconds"]) and set(found["behind_best_static"]) == set(chosen)
-    more = [*chosen, "norm chain"]  # what the JSON has is kept
+    more = [*chosen, "norm chain"]  # the JSON's rows are kept
     again = run("cache_policy.py", "--device", "cpu", "--turns", "2", "--only", *more, folder=tmp_path)
     assert again.returncode == 0 and re.findall(r"^# (.*?): auto", again.stdout, re.M) == ["norm chain"], again.stdout
     by_name = {row["application"]: row for row in report(tmp_path)["rows"]}

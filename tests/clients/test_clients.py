@@ -1,7 +1,7 @@
 """Libraries that users train and generate with, over ark: Accelerate, Lightning, DeepSpeed, Transformers and others.
 
-They are installed into an environment of their own, build/clients, which sees the project's. Training is compared with
-the same over Gloo; generation must run on ark's kernels, which the profiler shows.
+They are installed into their own environment, build/clients, which sees the project's. Training is compared with the
+same over Gloo. Generation must run on ark's kernels, which the profiler shows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TRAINERS = {
     "deepspeed": TORCHRUN,
     "notebook_launcher": [],
 }
-pytestmark = [pytest.mark.nightly, pytest.mark.limit(1800)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")

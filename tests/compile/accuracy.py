@@ -1,12 +1,12 @@
 """Errors of single operators against float64, in units of the result type's rounding.
 
-Many cases make one graph, with one compilation for all. The reference is eager PyTorch on the same inputs in float64;
-where a call names a type, that type is float64 too. Two figures for a case, each as root mean square and at the worst:
+Many cases form one graph, which is compiled once. The reference is eager PyTorch on the same inputs in float64. If a
+call names a type, that becomes float64, too. Each case has two figures, each as root mean square and maximum:
 
-- `scale`: differences over the size of the whole result (its root mean square; its greatest for the worst), times
-  2^23 (float32), 2^7 (bfloat16) or 2^10 (float16);
-- `element`, where elements have digits of their own: each difference over the unit in the last place of the right
-  value.
+- `scale`: differences relative to the size of the whole result (its root mean square; its maximum for the maximum),
+  times 2^23 (float32), 2^7 (bfloat16) or 2^10 (float16);
+- `element`, if elements have accurate digits of their own: each difference relative to the unit in the last place of
+  the correct value.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Figures = dict[str, float]
-FACTOR, FLOOR = 1.5, 0.25  # times the other's error, and what rounding once more may cost, in units
+FACTOR, FLOOR = 1.5, 0.25  # times the other's error, plus the cost of one more rounding, in units
 
 
 class Float64(TorchDispatchMode):
-    """Who asks for another floating type gets float64."""
+    """Replaces requests for another floating type by float64."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def wider(argument: Any) -> Any:
@@ -40,7 +40,7 @@ def tensors(results: Any) -> list[Tensor]:
 
 
 def drawn(dtype: torch.dtype) -> tuple[list[Case], list[list[Tensor]]]:
-    """All cases of a type and their arguments, the same each time."""
+    """Returns all cases of a type and their arguments, the same on each call."""
     torch.manual_seed(0)
     cases = accuracy_cases.cases(dtype)
     assert len({case.name for case in cases}) == len(cases)
@@ -48,7 +48,7 @@ def drawn(dtype: torch.dtype) -> tuple[list[Case], list[list[Tensor]]]:
 
 
 def copied(given: list[list[Tensor]]) -> list[list[Tensor]]:
-    """For a call that writes some of them."""
+    """Copies the arguments for a call that writes some of them."""
     return [[tensor.clone() for tensor in one] for one in given]
 
 
@@ -69,7 +69,7 @@ def exact(cases: Sequence[Case], given: list[list[Tensor]]) -> list[list[Tensor]
 
 
 def figures(case: Case, got: Sequence[Tensor], wanted: Sequence[Tensor]) -> Figures:
-    """All results of a case together; what is not floating must be right."""
+    """Returns the figures over all results of a case. Results that are not floating must be equal."""
     floating = [(a, b) for a, b in zip(got, wanted, strict=True) if a.is_floating_point()]
     wrong = sum(int((a != b).sum()) for a, b in zip(got, wanted, strict=True) if not a.is_floating_point())
     if not floating:
@@ -91,7 +91,7 @@ def figures(case: Case, got: Sequence[Tensor], wanted: Sequence[Tensor]) -> Figu
 
 
 def nearness(mine: Figures, other: Figures) -> float:
-    """How much of what it may have a root mean square error has; above 1: too much."""
+    """Returns the root mean square error relative to its limit. Above 1 is too much."""
     if mine["wrong"]:
         return float("inf")
     return max(

@@ -1,5 +1,7 @@
-"""Cases of every operator that has a lowering and rounds, or moves numbers about: what accuracy.py measures. A case is
-a call of one overload in one layout."""
+"""Cases for every operator that has a lowering and rounds or moves numbers. accuracy.py measures them.
+
+A case is a call of one overload in one layout.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ from ark_torch.compile.operators import loop
 
 aten, prims, functional = torch.ops.aten, torch.ops.prims, torch.ops._c10d_functional
 
-# What no case is about: collectives add up what their groups add up, and two operators compute nothing.
+# Without cases: collectives add as their groups do, and two operators compute nothing.
 WITHOUT_ROUNDING = {
     *(getattr(functional, name).default for name in ("wait_tensor", "all_to_all_single")),
     *(
@@ -45,15 +47,15 @@ WITHOUT_ROUNDING = {
     torch.ops.ark_torch.stop.default,
     aten._assert_async.msg,
 }
-# What attention is called on a GPU, where tests/gpu/compile_operators.py calls the CPU's cases.
+# The names of attention on a GPU, where tests/gpu/compile_operators.py runs the CPU's cases.
 ON_A_GPU = {getattr(aten, f"_scaled_dot_product_{kind}_attention").default for kind in ("flash", "efficient", "cudnn")}
-# Takes packed integers, in an order that the CPU decides: test_low_bits.py holds it against float64.
+# It takes packed integers in a CPU-specific order. test_low_bits.py compares it with float64.
 CODED = {aten._weight_int4pack_mm_for_cpu.default}
-assert loop  # makes ark_torch::stop
+assert loop  # its import registers ark_torch::stop
 
 
 def functions() -> Iterator[list[Case]]:
-    """Of one number or two."""
+    """Functions of one or two numbers."""
     for name in ("sin", "cos", "tanh", "erf", "sigmoid", "expm1", "atan", "asinh", "sinh", "cosh", "exp", "exp2"):
         yield unary(getattr(aten, name).default, wide)
     for name in ("log", "log2", "log10", "log1p", "sqrt", "rsqrt", "reciprocal"):
@@ -76,7 +78,7 @@ def functions() -> Iterator[list[Case]]:
 
 
 def arithmetic() -> Iterator[list[Case]]:
-    """Numbers that stand in the program are ones that every type holds."""
+    """Constants in the program are exact in every type."""
     for name in ("neg", "abs", "relu", "sign", "sgn", "floor", "ceil", "round", "trunc", "isnan", "isinf"):
         yield unary(getattr(aten, name).default, wide)
     for name in ("mul", "fmod", "remainder", "eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "rsub", "div"):
@@ -147,7 +149,7 @@ def reductions() -> Iterator[Case]:
 
 
 def cases(dtype: torch.dtype) -> list[Case]:
-    """Of pointwise operators one layout each, in turn: it is the same function of 16 lanes in all of them."""
+    """Returns all cases. A pointwise operator gets one layout in turn: all use the same function of 16 lanes."""
     pointwise = [group[i % len(group)] for i, group in enumerate([*functions(), *arithmetic()])]
     every = (*pointwise, *reductions(), *products(), *indexed(), *moving(), *convolutions())
     return [one for one in every if dtype in one.dtypes]

@@ -1,4 +1,4 @@
-"""Cases of what follows indices or moves numbers about (accuracy_cases.py)."""
+"""Cases of operators that follow indices or move numbers (accuracy_cases.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 
 def _along(operator: Any, dim: int) -> Call:
-    """A tensor, the dimension, an index and what else there is."""
+    """Calls with a tensor, the dimension, an index and the rest."""
     return lambda x, *rest: operator(x, dim, *rest)
 
 

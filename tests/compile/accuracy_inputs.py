@@ -1,7 +1,7 @@
-"""What cases of accuracy_cases.py are made of: random numbers of an operator's domain, never zeros, and layouts.
+"""Building blocks of the cases in accuracy_cases.py: random numbers of an operator's domain, never zero, and layouts.
 
-Numbers are drawn in float64 and rounded to the type, so that all types see the same distribution. What computes a
-single number is called on several inputs at once: of one number, rounding is luck.
+Numbers are drawn in float64 and rounded to the type, so that all types get the same distribution. Operators with a
+single result number are called on several inputs, because the rounding of one number is luck.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Case:
     call: Call
     make: tuple[Make, ...]
     dtypes: tuple[torch.dtype, ...] = FLOATS
-    elementwise: bool = False  # each element depends on few numbers, and has digits of its own
-    exact: Call | None = None  # the call in float64, where the operator has none
+    elementwise: bool = False  # each element depends on few numbers and has accurate digits
+    exact: Call | None = None  # the call in float64, if the operator has none
 
     @property
     def name(self) -> str:
@@ -45,7 +45,7 @@ def case(operator: Any, layout: str, *make: Make, call: Call | None = None, **op
 
 
 def bound(operator: Any, *after: Any, **named: Any) -> Call:
-    """With these arguments behind the tensors."""
+    """Binds these arguments after the tensors."""
     return lambda *tensors: operator(*tensors, *after, **named)
 
 
@@ -54,7 +54,7 @@ def first(call: Call) -> Call:
 
 
 def negated(call: Call) -> Call:
-    """Exact; and what it updates in place is not returned, so that the update stays one."""
+    """Negates, which is exact. It does not return what the call updates in place, so that the update stays one."""
     return lambda *tensors: call(*tensors).neg()
 
 
@@ -78,7 +78,7 @@ def between(least: float, most: float) -> Draw:
 
 
 def magnitudes(least: float, most: float, signed: bool = True) -> Draw:
-    """As many numbers between 1/8 and 1/4 as between 2 and 4."""
+    """Draws logarithmically: as many numbers between 1/8 and 1/4 as between 2 and 4."""
 
     def make(*shape: int) -> Make:
         def draw(dtype: torch.dtype) -> Tensor:
@@ -91,7 +91,7 @@ def magnitudes(least: float, most: float, signed: bool = True) -> Draw:
 
 
 wide, positive = magnitudes(2**-10, 8), magnitudes(2**-10, 2**10, signed=False)
-moderate = magnitudes(1 / 4, 4, signed=False)  # whose seventh power a float16 holds
+moderate = magnitudes(1 / 4, 4, signed=False)  # its seventh power is finite in float16
 
 
 def at(limit: int, *shape: int) -> Make:
@@ -99,7 +99,7 @@ def at(limit: int, *shape: int) -> Make:
 
 
 def each(*shape: int, most: int | None = None) -> Make:
-    """Every index once along the last dimension, or so many of them."""
+    """Each index once along the last dimension, or `most` of them."""
     return lambda _: torch.rand(shape).argsort(-1)[..., :most]
 
 
@@ -140,7 +140,7 @@ def binary(operator: Any, left: Draw, right: Draw | None = None, dtypes: Any = F
 
 
 def reduction(operator: Any, draw: Draw, after: Callable[[int], tuple[Any, ...]]) -> list[Case]:
-    """`after`: the arguments behind the tensor, by the dimension that goes."""
+    """`after` gives the arguments after the tensor, by the reduced dimension."""
     rows, columns = bound(operator, *after(1)), bound(operator, *after(0))
     return [
         *(case(operator, f"rows of {n}", draw(m, n), call=rows) for m, n in ((301, 7), (97, 1021), (33, 40009))),
@@ -150,7 +150,7 @@ def reduction(operator: Any, draw: Draw, after: Callable[[int], tuple[Any, ...]]
 
 
 def whole(operator: Any, draw: Draw) -> list[Case]:
-    """All of a tensor into one number."""
+    """Reduces a whole tensor to one number."""
 
     def several(a: Tensor) -> list[Any]:
         return [operator(one) for one in a.unbind(0)]

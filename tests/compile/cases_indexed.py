@@ -1,4 +1,4 @@
-"""Cases of test_operators.py that follow indices: routing, pooled embeddings, sorting, updates; and rarer functions."""
+"""Cases of test_operators.py that follow indices (routing, embeddings, sorting, updates), and rarer functions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SELECTING: Cases = {
     "topk": (lambda a: tuple(torch.topk(a, 2)), lambda: (x(5, 8),)),
     "topk_middle_least": (lambda a: tuple(torch.topk(a, 3, 1, largest=False)), lambda: (x(3, 7, 2),)),
     "topk_strided_half": (lambda a: tuple(torch.topk(a.t(), 2)), lambda: (x(9, 5, dtype=f16),)),
-    # Which of equals: the one that eager names, by both of its algorithms.
+    # Among equal values, the choice must be eager's, which has two algorithms.
     "topk_ties": (lambda a: tuple(torch.topk(a, 5)), lambda: (ties(7, 40),)),
     "topk_ties_long": (lambda a: tuple(torch.topk(a, 3)), lambda: (ties(3, 900),)),
     "topk_ties_all": (lambda a: tuple(torch.topk(a, 33, largest=False)), lambda: (ties(3, 33),)),
@@ -163,7 +163,7 @@ EXPERTS: Cases = {
         lambda a, w, i: torch.bmm(a.unsqueeze(1), w[i[:, 1]]),
         lambda: (x(5, 18), x(4, 18, 21), at(4, 5, 2)),
     ),
-    # Not products of whole matrices that were looked up.
+    # Not products of whole looked-up matrices.
     "experts_partial": (
         lambda a, w, i: torch.einsum("tki,tio->tko", a, w[i].view(5, 36, 10)),
         lambda: (x(5, 3, 36), x(4, 18, 20), at(4, 5)),

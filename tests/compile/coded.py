@@ -1,5 +1,7 @@
-"""Products of coded weights, in every form of decoding that is followed: what test_low_bits.py, test_cuda_sources.py
-and tests/gpu/test_compile_low_bits.py compile."""
+"""Products of quantised weights in every supported form of decoding.
+
+test_low_bits.py, test_cuda_sources.py and tests/gpu/test_compile_low_bits.py compile them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ Decode = Callable[[Tensor, Tensor, Tensor, torch.dtype], Tensor]
 
 
 class Coded(nn.Module):
-    """A product of decoded weights [n, k]. `decode`: of the codes, scales, zeros and the rows' type."""
+    """A product with decoded weights [n, k]. `decode` takes codes, scales, zeros and the rows' type."""
 
     def __init__(self, decode: Decode, n: int, k: int, codes: torch.dtype, groups: int = 1) -> None:
         super().__init__()
@@ -48,7 +50,7 @@ def grouped(w: Tensor, of: Tensor) -> Tensor:
     return w.view(w.shape[0], of.shape[1], -1)
 
 
-# Of codes, scales, zeros and the type that is computed in; how the report names it; groups of 256 of depth.
+# Decoding of codes, scales, zeros and the compute type; type of the codes; the report's name; groups in a depth of 256.
 FORMS: dict[str, tuple[Decode, torch.dtype, str, int]] = {
     "int8, scaled": (lambda w, s, z, t: w.to(t) * s, torch.int8, f"{EIGHT}, scale a channel", 1),
     "int8, no scale": (lambda w, s, z, t: w.to(t), torch.int8, f"{EIGHT}, no scale", 1),
@@ -121,6 +123,6 @@ FORMS: dict[str, tuple[Decode, torch.dtype, str, int]] = {
 
 
 def coded(name: str, n: int, k: int = 256) -> tuple[Coded, str]:
-    """The product, and how the report names its weights where k is 256."""
+    """Returns the product, and the report's name of its weights if k is 256."""
     decode, codes, told, groups = FORMS[name]
     return Coded(decode, n, k // 2 if told.startswith(FOUR) else k, codes, groups * k // 256 if groups > 1 else 1), told

@@ -1,6 +1,6 @@
-"""Every test of the compiler runs on a fresh Dynamo. Compiled sources are shared by the tests of a run.
+"""Every test of the compiler runs on a fresh Dynamo. The tests of a run share compiled sources.
 
-`plan` is the C++ side: the double in reference.py, and the extension's own.
+`plan` is the C++ side: the double in reference.py, or the extension's own.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from ark_torch import _C
 from ark_torch.compile import backend, capture, options
 from ark_torch.compile.report import Report
 
-# At night also on the double, which tells faults of the lowering from the planner's.
+# At night also on the double, which separates faults of the lowering from faults of the planner.
 SIDES = [pytest.param("reference", marks=pytest.mark.nightly), "cpp"]
-# What a cache folder keeps is what these test: each has a new one.
+# These test the content of a cache folder, so each gets a new one.
 OF_THE_CACHE = ("test_choice", "test_costs", "test_explained", "test_host_compiler", "test_options")
-# Models and operators as users get them, at night; the C++ compiler takes most of the time, and optimises less here.
+# At night these run with full optimisation, as users do. Otherwise less, because the C++ compiler takes most of the
+# time.
 FULLY_OPTIMISED = ("test_models", "test_huggingface", "test_operators", "test_host_compiler", "test_integers")
 
 
@@ -30,8 +31,8 @@ FULLY_OPTIMISED = ("test_models", "test_huggingface", "test_operators", "test_ho
 def fresh(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     module = request.module.__name__
     monkeypatch.setenv("ARK_CACHE", str(tmp_path / "cache") if module in OF_THE_CACHE else os.environ["ARK_TEST_CACHE"])
-    # Plans that are the same on every machine, and nothing to measure in each fresh cache;
-    # tests/csrc/compiler/runtime/costs_test.cpp and test_costs.py measure.
+    # Makes plans the same on every machine, without a measurement in each fresh cache. costs_test.cpp
+    # (tests/csrc/compiler/runtime) and test_costs.py do measure.
     monkeypatch.setenv("ARK_COSTS", "assumed")
     if module not in FULLY_OPTIMISED or not request.config.getoption("--night"):
         monkeypatch.setenv("ARK_OPTIMISE", "1")
@@ -53,7 +54,7 @@ def plan(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.fixture
 def double(monkeypatch: pytest.MonkeyPatch) -> type[reference.Region]:
-    """The reference alone, for tests that look at what was lowered."""
+    """Only the reference, for tests that look at what was lowered."""
     monkeypatch.setattr(_C, "plan", reference, raising=False)
     return reference.Region
 
@@ -63,8 +64,10 @@ Compile = Callable[..., tuple[Any, Report]]
 
 @pytest.fixture
 def compiled() -> Compile:
-    """compiled(model, dynamic=None, **options) -> (the compiled model, its report). All is compiled by the first call;
-    test_background.py has what users get by default."""
+    """compiled(model, dynamic=None, **options) -> (the compiled model, its report).
+
+    The first call compiles everything. test_background.py tests what users get by default.
+    """
 
     def make(model: Any, dynamic: bool | None = None, **chosen: Any) -> tuple[Any, Report]:
         report = Report()

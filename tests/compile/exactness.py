@@ -1,7 +1,7 @@
-"""Numbers of whole models: errors against float64, beside Inductor's own on the same inputs.
+"""Errors of whole models against float64, compared with Inductor's on the same inputs.
 
-The reference is the model in float64 throughout: where it asks for float32 on the way (norms, rotary embeddings), it
-gets float64 too. Errors are relative, by the root of the sum of squares, over all results of a run together.
+The reference is the model entirely in float64, also where it asks for float32 (norms, rotary embeddings). Errors are
+relative, by the root of the sum of squares over all results of a run.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-FACTOR = 1.5  # times Inductor's error at most
+FACTOR = 1.5  # times Inductor's error, at most
 
 Run = Callable[[Any, torch.dtype], Sequence[Tensor]]
 
 
 class Float64(TorchFunctionMode):
-    """Who asks for float32 gets float64."""
+    """Replaces requests for float32 by float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:
@@ -34,7 +34,7 @@ class Float64(TorchFunctionMode):
 
 def exact(model: nn.Module, run: Run) -> list[Tensor]:
     usual = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)  # what numbers make
+    torch.set_default_dtype(torch.float64)  # the type of tensors made from numbers
     try:
         with Float64():
             return list(run(copy.deepcopy(model).double(), torch.float64))
@@ -48,14 +48,16 @@ def error(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
 
 
 def check(model: nn.Module, run: Run, compiled: Callable[..., Any], **options: Any) -> Any:
-    """`run` calls a model, from the beginning each time. ark's error is held against Inductor's; twice the same bits.
-    Returns ark's report."""
+    """Compares ark's error with Inductor's, and checks that two runs give the same bits. Returns ark's report.
+
+    `run` calls a model from its initial state each time.
+    """
     dtype = next(model.parameters()).dtype
     wanted = exact(model, run)
     inductor = error(run(torch.compile(copy.deepcopy(model), dynamic=False), dtype), wanted)
     call, report = compiled(model, dynamic=False, **options)
     got = run(call, dtype)
     assert error(got, wanted) <= FACTOR * inductor, (error(got, wanted), inductor)
-    assert inductor < (1e-5 if dtype == torch.float32 else 0.1)  # else the reference is no reference
+    assert inductor < (1e-5 if dtype == torch.float32 else 0.1)  # otherwise the reference is wrong
     assert all(torch.equal(a, b) for a, b in zip(run(call, dtype), got, strict=True))
     return report

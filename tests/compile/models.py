@@ -1,4 +1,4 @@
-"""Small models with random weights, of the forms that the compiler meets."""
+"""Small models with random weights, in the forms that the compiler gets."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def rotate_half(x: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """With a KV cache that is updated where it lies."""
+    """Attention with a KV cache that is updated in place."""
 
     def __init__(self, config: Config, batch: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Decoder with grouped heads, rotary embeddings and static caches; `pos` is a tensor, so one graph serves all."""
+    """Decoder with grouped heads, rotary embeddings and static caches. `pos` is a tensor: one graph serves all."""
 
     def __init__(self, config: Config, batch: int = 1, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Llama(nn.Module):
 
 
 class Encoder(nn.Module):
-    """BERT's layer: bias everywhere, LayerNorm after, exact GELU, an additive padding mask."""
+    """BERT's layer: biases, post-LayerNorm, exact GELU, an additive padding mask."""
 
     def __init__(self, dim: int = 48, heads: int = 4, layers: int = 2, vocab: int = 50, length: int = 16) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """GPT-2: learned positions, LayerNorm before, causal attention over the whole text, tanh GELU, tied head."""
+    """GPT-2: learned positions, pre-LayerNorm, causal attention over the whole text, tanh GELU, tied head."""
 
     def __init__(self, dim: int = 48, heads: int = 4, layers: int = 2, vocab: int = 50, length: int = 16) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class Decoder(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions; transposed ones fall back."""
+    """Two convolutions. Transposed ones fall back."""
 
     def __init__(self, channels: int = 8, transposed: bool = False) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class ResidualBlock(nn.Module):
 
 
 class Experts(nn.Module):
-    """Top-2 of several SwiGLU networks for each token, weights of the chosen gathered (as in gpt-fast and Mixtral)."""
+    """Top-2 of several SwiGLU networks per token, with gathered weights (as in gpt-fast and Mixtral)."""
 
     def __init__(self, dim: int = 48, hidden: int = 80, experts: int = 8, chosen: int = 2) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ class Experts(nn.Module):
 
 
 class SortedExperts(nn.Module):
-    """The same choice, rows sorted by expert and multiplied run by run (as Hugging Face's "grouped_mm"); bfloat16."""
+    """The same choice with rows sorted by expert and grouped products (as Hugging Face's "grouped_mm"); bfloat16."""
 
     def __init__(self, dim: int = 48, hidden: int = 80, experts: int = 8, chosen: int = 2) -> None:
         super().__init__()

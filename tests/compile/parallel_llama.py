@@ -1,5 +1,7 @@
-"""Hugging Face's Llama shared by the ranks of a group (tensor parallel), as tests and benchmarks/compile_models.py run
-it. transformers is imported when it is made."""
+"""Hugging Face's Llama, tensor parallel over a group's ranks, for tests and benchmarks/compile_models.py.
+
+It imports transformers only when a model is made.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 
 def make(layers: int, max_len: int) -> Any:
-    """With random weights; as many heads as four ranks can share."""
+    """Makes the model with random weights and a number of heads that four ranks can share."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -33,7 +35,7 @@ def plan() -> dict[str, ParallelStyle]:
 
 
 def cache_of(config: Any, dtype: torch.dtype, ranks: int) -> Any:
-    """A static cache of the heads that one of so many ranks has."""
+    """Returns a static cache with the heads of one of that many ranks."""
     from transformers import StaticCache
 
     cache = StaticCache(config=config, max_cache_len=config.max_position_embeddings)

@@ -1,5 +1,7 @@
-"""Batches of random programs (random_runner.py) in processes of their own, several at a time: a crash is a failure that
-shows the program, and compiling takes the time."""
+"""Runs batches of random programs (random_runner.py) in separate processes, several at a time.
+
+A crash then becomes a failure that shows the program. Compiling takes most of the time.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,16 @@ HERE = Path(__file__).resolve().parent
 
 
 def batch(folder: Path, seed: int, count: int, limit_s: float, more: Sequence[str] = ()) -> dict[str, Any]:
-    """`count` programs in a process; what it counted, or AssertionError with the program that failed. `more`: of the
-    runner's command line."""
+    """Runs `count` programs in a process and returns its counts. Raises AssertionError with the program that failed.
+
+    `more` are further arguments of the runner.
+    """
     program = folder / f"program-{seed}.py"
     environment = {
         **os.environ,
         "ARK_CACHE": str(folder / f"cache-{seed}"),
         "ARK_OPTIMISE": "1",  # compiling takes most of the time
-        "MALLOC_PERTURB_": "1",  # fresh memory holds nonsense
+        "MALLOC_PERTURB_": "1",  # fills fresh memory with garbage
         "RANDOM_PROGRAM": str(program),
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
     }
@@ -62,7 +66,7 @@ def batches(
 
 
 def check_coverage(total: Counter[str], programs: int) -> None:
-    """That the programs were ark's: nearly all have a region, and most of their operators lie in one."""
+    """Checks that ark ran the programs: nearly all have a region, and most of their operators are in one."""
     assert total["programs"] >= 0.95 * programs, total
     assert total["on ark"] >= 0.85 * total["programs"], total
     assert total["ark's operators"] >= 8 * total["programs"], total

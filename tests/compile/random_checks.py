@@ -1,11 +1,11 @@
-"""Runs a random program by eager PyTorch and by ark, and holds the two against each other and against float64.
+"""Runs a random program with eager PyTorch and with ark, and compares both with each other and with float64.
 
-Three runs give what to expect: eager's (types, shapes, strides, which result lies in which storage, integers and
-booleans), one in float64 (the values), and a few in float64 in which every operand and result is off by as much as
-rounding to its type might make it. How far the last wander is how far rounding may take any implementation. What is
-further off must be no further than 1.5 times eager's own error, or Inductor's.
+The expectation comes from three kinds of runs: eager (types, shapes, strides, storage sharing, integers and booleans),
+float64 (the values), and several float64 runs in which every operand and result is perturbed by up to one rounding of
+its type. The spread of the last shows the error that rounding can cause in any implementation. A larger error must be
+at most 1.5 times eager's own error, or Inductor's.
 
-On a GPU eager and Inductor run there too, and float64 on the CPU.
+On a GPU, eager and Inductor run there too, and float64 on the CPU.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ WANDERINGS = 4
 
 @dataclass
 class Outcome:
-    """Of one program: what ran where."""
+    """The outcome of one program: what ran where."""
 
     regions: int = 0
-    operators: int = 0  # that ark ran
-    fallen: list[str] = field(default_factory=list)  # reasons
-    inductor_asked: str = ""  # why Inductor's own result had to be looked at
-    refused: bool = False  # by eager PyTorch on this device, so nothing was compared
+    operators: int = 0  # run by ark
+    fallen: list[str] = field(default_factory=list)  # reasons for fallbacks
+    inductor_asked: str = ""  # why Inductor's result was needed
+    refused: bool = False  # eager PyTorch refuses it on this device, so nothing was compared
 
 
 class Wrong(AssertionError):
@@ -48,7 +48,7 @@ def arguments(scope: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def run(program: Any, scope: dict[str, Any]) -> list[Tensor]:
-    """Results, and after them the tensors that the arguments are parts of."""
+    """Returns the results, followed by the base tensors of the arguments."""
     bases, given = arguments(scope)
     return [*program(*given), *bases]
 
@@ -57,12 +57,12 @@ def run(program: Any, scope: dict[str, Any]) -> list[Tensor]:
 
 
 def _classes(t: Tensor) -> Tensor:
-    """0 for numbers, else which of NaN, inf, -inf."""
+    """Returns 0 for numbers, otherwise which of NaN, inf and -inf."""
     return torch.isnan(t) * 1 + torch.isposinf(t) * 2 + torch.isneginf(t) * 3
 
 
 def wrong_elements(got: Tensor, eager: Tensor, exact: Tensor, wandered: Sequence[Tensor]) -> Tensor:
-    """Where a floating result is further from `exact` than rounding explains."""
+    """Returns where a floating result is farther from `exact` than rounding explains."""
     limits = torch.finfo(eager.dtype)
     g, e = got.double(), eager.double()
     spread = torch.stack([(w - exact).abs() for w in wandered]).amax(0)
@@ -74,7 +74,7 @@ def wrong_elements(got: Tensor, eager: Tensor, exact: Tensor, wandered: Sequence
     shaky = torch.stack([_classes(w) != kinds for w in wandered]).any(0)
     same = (_classes(g) == kinds) & (kinds > 0)
     as_eager = (_classes(g) == _classes(e)) & (_classes(e) > 0)
-    # Beyond the type's range, or so near that rounding decides: eager may overflow where a wider type does not.
+    # Beyond the type's range, or so close that rounding decides: eager may overflow where a wider type does not.
     overflow = exact.abs() * (1 + 8 * limits.eps) + allowed.nan_to_num(0) >= limits.max
     eager_overflows = (_classes(e) > 0) & (kinds == 0) & ((_classes(g) == 0) & close)
     return ~(close | same | as_eager | shaky | (overflow & (g.abs() >= limits.max * 0.9)) | eager_overflows)
@@ -91,7 +91,7 @@ def _strides(t: Tensor) -> list[int]:
 
 
 def _places(tensors: Sequence[Tensor]) -> list[Any]:
-    """Which storage each lies in, by the first that lies there, and where in it."""
+    """Returns for each tensor the first one that shares its storage, and its place there."""
     first: dict[int, int] = {}
     found = []
     for i, t in enumerate(tensors):
@@ -109,30 +109,30 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _sound(program: Program) -> None:
-    """Raises what the GPU has to say of what was launched before."""
+    """Raises pending errors of earlier GPU launches."""
     if program.device != "cpu":
         torch.cuda.synchronize()
 
 
 def _leave(program: Program, whose: str, error: BaseException) -> NoReturn:
-    """Where the context is lost: whatever ran in this process afterwards would fail, and hide who it was."""
+    """Ends the process when the GPU's context is lost. Later failures would hide the cause."""
     print(program.script(), f"the GPU's context was lost in {whose}: {error}", sep="\n", file=sys.stderr, flush=True)
     os._exit(4)
 
 
 class Check:
-    """One program. `verify` raises Wrong, or whatever the compiler raised."""
+    """Checks one program. `verify` raises Wrong, or any error of the compiler."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self._alone = True  # nothing but ark's kernels ran
+        self._alone = True  # only ark's kernels ran
         self.scope: dict[str, Any] = {}
         exec(program.source(), self.scope)
         self.outcome = Outcome()
         self._inductor: list[Tensor] | None = None
 
     def inductor(self, why: str) -> list[Tensor]:
-        """Inductor's results, where eager's alone do not settle it."""
+        """Returns Inductor's results, for cases that eager's alone do not decide."""
         if self._inductor is None:
             torch._dynamo.reset()
             self.outcome.inductor_asked = why
@@ -143,7 +143,7 @@ class Check:
         try:
             expected = run(self.scope["program"], self.scope)
             _sound(self.program)
-        except (RuntimeError, NotImplementedError):  # what the CPU, where it was drawn, can
+        except (RuntimeError, NotImplementedError):  # the CPU, where the program was drawn, supports it
             try:
                 _sound(self.program)
             except RuntimeError as lost:
@@ -172,13 +172,13 @@ class Check:
                 _leave(self.program, "what ark compiled" if on_ark else "what ark left to PyTorch", error)
             try:
                 self.inductor("ark raises")
-            except Exception:  # Inductor cannot either
+            except Exception:  # Inductor fails as well
                 return self.outcome
             raise Wrong(f"raises {type(error).__name__}: {error}") from error
         self._look_at_report(report)
         self._compare_forms(got, expected)
         for i, (one, two) in enumerate(zip(got, again, strict=True)):
-            # Of the others on a GPU some add in any order.
+            # On a GPU, other kernels may add in any order.
             if not _same_bits(one, two) and (self._alone or self.program.device == "cpu"):
                 raise Wrong(f"{self._name(i)} differs from run to run\n{report}")
         self._compare_values([t.cpu() for t in got], [t.cpu() for t in expected], report)
@@ -248,7 +248,7 @@ class Check:
             raise Wrong(f"{self._name(i)} is wrong at {int(wrong.sum())} of {wrong.numel()} places\n{lines}\n{report}")
 
     def _types(self) -> list[torch.dtype]:
-        """Of what each statement defines."""
+        """Returns the types that each statement defines."""
         scope: dict[str, Any] = dict(NAMES)
         scope.update(zip(self.program.arguments, arguments(self.scope)[1], strict=True))
         found = []

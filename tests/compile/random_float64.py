@@ -1,6 +1,6 @@
-"""A random program in float64: what it computes, and how far rounding may take it.
+"""A random program in float64: its values, and how much rounding can change them.
 
-Integers and booleans are eager PyTorch's own: what they are computed from is exact (random_graphs.py).
+Integers and booleans are eager PyTorch's, because they are computed from exact values (random_graphs.py).
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ def _factors(whole: Tensor, epsilon: float, generator: torch.Generator) -> Tenso
 
 
 def _shift(tensor: Tensor, dtype: torch.dtype, generator: torch.Generator) -> None:
-    """All of a storage, off by a rounding to `dtype`, of itself and of its smallest numbers."""
+    """Perturbs a whole storage by a rounding to `dtype`, relative and at its smallest numbers."""
     whole, limits = _whole(tensor), torch.finfo(dtype)
     tiny = (torch.rand(whole.shape, generator=generator, dtype=torch.float64) - 0.5) * limits.smallest_normal
     whole.mul_(_factors(whole, limits.eps, generator)).add_(tiny * limits.eps)
 
 
 def _shifted(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """A copy, off by a rounding to float32, laid out as the original."""
+    """Returns a copy perturbed by a rounding to float32, with the original's layout."""
     whole = _whole(tensor)
     copy = whole * _factors(whole, torch.finfo(torch.float32).eps, generator)
     return torch.as_strided(copy, tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def _own(result: Tensor, scope: dict[str, Any]) -> Tensor:
-    """A result whose storage is an operand's because a cast to float64 was none."""
+    """Clones a result that shares an operand's storage because a cast to float64 did nothing."""
     known = {t.untyped_storage()._cdata for t in scope.values() if isinstance(t, Tensor)}
     return result.clone() if result.untyped_storage()._cdata in known else result
 
 
 def wide(program: Program, types: dict[str, torch.dtype], wandering: int) -> list[Tensor]:
-    """The program in float64; `wandering` > 0: with rounding's errors."""
+    """Runs the program in float64. With `wandering` > 0, adds rounding errors."""
     generator = torch.Generator().manual_seed(wandering)
     scope: dict[str, Any] = dict(WIDE)
     made: dict[str, Any] = {**NAMES, "g": torch.Generator().manual_seed(0)}
@@ -56,7 +56,7 @@ def wide(program: Program, types: dict[str, torch.dtype], wandering: int) -> lis
         exec(text, made)
     scope.update({name: made[name] for name in program.arguments})
     usual = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)  # what integers divided by integers are
+    torch.set_default_dtype(torch.float64)  # the type of integer division
     try:
         for line in program.body:
             _step(line, scope, types, generator if wandering else None)

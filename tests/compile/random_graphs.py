@@ -1,11 +1,11 @@
-"""Random programs for torch.compile: a draw from hypothesis is a program's text and the text of its arguments.
+"""Random programs for torch.compile. hypothesis draws the text of a program and of its arguments.
 
-While a program is drawn it is run, statement by statement, by eager PyTorch: operators are chosen by the shapes, types
-and values that are really there, so that every program is valid. A statement that eager PyTorch refuses is left out.
+While a program is drawn, eager PyTorch runs it statement by statement. Operators are chosen by the real shapes, types
+and values, so that every program is valid. A statement that eager PyTorch refuses is left out.
 
-*Exact* is a value that every correct implementation computes to the last bit: an argument, a part of one, the largest
-of several. What jumps (comparisons, floor, argmax, a cast to integers) is asked of exact values alone; integers and
-booleans are therefore exact always. The others are compared within what rounding may do (random_checks.py).
+A value is *exact* if every correct implementation computes the same bits: an argument, a part of one, the largest of
+several. Discontinuous operators (comparisons, floor, argmax, a cast to integers) are applied to exact values only, so
+that integers and booleans are always exact. Other values are compared within the limits of rounding (random_checks.py).
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ MOST_ELEMENTS = 1 << 15
 
 @dataclass
 class Line:
-    """One statement. `target` is what it defines, if anything; `reads` the tensors in it."""
+    """One statement. `target` is what it defines, if anything; `reads` are its tensors."""
 
     target: str
     text: str
     reads: tuple[str, ...]
-    rounds: bool = True  # a floating result is rounded, so it is not exact
-    # Found out when it was run:
-    fresh: bool = False  # the result has a storage of its own
+    rounds: bool = True  # a floating result is rounded, so not exact
+    # Known after it ran:
+    fresh: bool = False  # the result has its own storage
     exact: bool = False
-    before: Tensor | None = None  # an integer or boolean result, as it was then
+    before: Tensor | None = None  # a copy of an integer or boolean result at that time
 
     def __str__(self) -> str:
         return f"{self.target} = {self.text}" if self.target else self.text
@@ -55,14 +55,14 @@ class Line:
 
 @dataclass
 class Program:
-    bases: list[str] = field(default_factory=list)  # statements that make whole tensors
-    views: list[str] = field(default_factory=list)  # statements that make the arguments of them
+    bases: list[str] = field(default_factory=list)  # statements that create whole tensors
+    views: list[str] = field(default_factory=list)  # statements that create the arguments as views of them
     base_names: list[str] = field(default_factory=list)
     arguments: list[str] = field(default_factory=list)
     body: list[Line] = field(default_factory=list)
     returns: list[str] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
-    device: str = "cpu"  # where the arguments lie; what they hold is drawn on the CPU
+    device: str = "cpu"  # where the arguments are; their content is drawn on the CPU
 
     def source(self) -> str:
         def block(head: str, lines: Iterable[Any], result: Sequence[str]) -> str:
@@ -79,7 +79,7 @@ class Program:
         )
 
     def script(self) -> str:
-        """The source with a main part: what to run to see a failure again."""
+        """Returns the source with a main part, which reproduces a failure."""
         return (
             f"{self.source()}\n\nwith torch.no_grad():\n"
             f"    compiled = torch.compile(program, backend='ark', options={self.options!r})\n"
@@ -89,7 +89,7 @@ class Program:
 
 
 class Pen:
-    """Writes a program: what families of operators (random_operators.py) draw from and write with."""
+    """Writes a program. Operator families (random_operators.py) use it to draw and to write."""
 
     def __init__(self, draw: Callable[[Any], Any], device: str) -> None:
         self._draw = draw
@@ -102,9 +102,9 @@ class Pen:
         if self.rarely(20):
             self.sizes[0] = 0
         self.floats = [self.choose(FLOATS) for _ in range(2)]
-        self.special = self.rarely(6)  # infinities and NaN
+        self.special = self.rarely(6)  # includes infinities and NaN
 
-    # Choices. The first alternative is the one that a failing program shrinks to.
+    # Choices. A failing program shrinks to the first alternative.
 
     def choose(self, among: Sequence[T]) -> T:
         result: T = self._draw(st.sampled_from(among))
@@ -117,7 +117,7 @@ class Pen:
         return self.integer(0, one_in - 1) == one_in - 1
 
     def number(self) -> float:
-        """One that every floating type holds."""
+        """Returns a number that is exact in every floating type."""
         return self.choose((0.5, 2.0, -1.0, 0.25, 3.0, -0.75, 1.0, 0.0, 1.5))
 
     def float_type(self) -> str:
@@ -130,7 +130,7 @@ class Pen:
         return not value.is_floating_point() or value.untyped_storage()._cdata not in self.inexact
 
     def some(self, wanted: Callable[[Tensor], bool] = lambda t: True, exact: bool = False) -> str:
-        """A tensor of those that are there, the latest first; "" where there is none."""
+        """Returns an existing tensor, preferably a recent one, or ""."""
         names = [n for n, t in self.values.items() if wanted(t) and (not exact or self.is_exact(n))]
         return self.choose(names[::-1]) if names else ""
 
@@ -145,7 +145,7 @@ class Pen:
         return shape
 
     def beside(self, name: str) -> str:
-        """An operand that broadcasts against `name`: a tensor that is there, a new argument, or a number."""
+        """Returns an operand that broadcasts against `name`: an existing tensor, a new argument, or a number."""
         value = self.values[name]
         kind = self.choose(("tensor", "tensor", "argument", "number"))
         if kind == "number":
@@ -165,7 +165,7 @@ class Pen:
         return self.argument(shape, TYPES[value.dtype] if not self.rarely(5) else self.float_type())
 
     def argument(self, shape: Sequence[int], dtype: str, what: str = "", layout: str = "") -> str:
-        """A new argument; `what`: the text of another filling than the type's."""
+        """Adds an argument. `what` is code that fills it differently from the type's default."""
         number = len(self.program.base_names)
         base, name = f"b{number}", f"a{len(self.program.arguments)}"
         shape = list(shape)
@@ -213,7 +213,7 @@ class Pen:
         return text if dtype == "f32" else f"({text}).to({dtype})"
 
     def alias(self) -> str:
-        """A new argument that is part of the tensor that another one is part of."""
+        """Adds an argument that shares another argument's base tensor."""
         name = self.some(lambda t: t.dim() > 0 and t.shape[0] > 1)
         bases = [b for b in self.program.base_names if self._scope[b].dim() > 0 and self._scope[b].shape[0] > 1]
         if not name or not bases:
@@ -230,12 +230,14 @@ class Pen:
     # Statements.
 
     def write(self, text: str, reads: Sequence[str], rounds: bool = True, changes: str = "") -> str:
-        """Adds a statement: an expression that defines a value, or (`changes`: the tensor) an update in place. The
-        value's name, or "" for what eager PyTorch does not do."""
+        """Adds a statement: an expression that defines a value, or an update of the tensor `changes` in place.
+
+        Returns the value's name, or "" if eager PyTorch refuses it.
+        """
         reads = tuple(dict.fromkeys(n for n in reads if n in self.values))
         target = "" if changes else f"v{sum(bool(line.target) for line in self.program.body)}"
         line = Line(target, text, reads, rounds)
-        # What is refused may have been half done: an update is tried on a copy first.
+        # A refused update may be half done, so it is tried on a copy first.
         try:
             if changes:
                 trial = {n: t.clone() if n in reads else t for n, t in self.values.items()}
@@ -271,7 +273,7 @@ class Pen:
 
 @st.composite
 def programs(draw: Callable[[Any], Any], device: str = "cpu", least: int = 5, most: int = 25) -> Program:
-    """A program of about that many operators, for tensors on `device`."""
+    """Draws a program of about that many operators, for tensors on `device`."""
     from random_operators import FALLBACKS, FAMILIES
 
     pen = Pen(draw, device)
@@ -291,7 +293,7 @@ def programs(draw: Callable[[Any], Any], device: str = "cpu", least: int = 5, mo
     used = {n for line in program.body for n in line.reads}
     sinks = [line.target for line in program.body if line.target and line.target not in used]
     program.returns = sinks[-8:]
-    for _ in range(pen.integer(0, 2)):  # an argument, a value twice, a value that others read
+    for _ in range(pen.integer(0, 2)):  # an argument, a value twice, a value with other readers
         program.returns.append(pen.choose([*pen.values]))
     if not program.returns:
         program.returns = [next(iter(pen.values))]

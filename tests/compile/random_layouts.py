@@ -1,4 +1,4 @@
-"""Families of operators of random programs (random_operators.py): views, joins, copies, lookups, updates in place."""
+"""Operator families of random programs (random_operators.py): views, joins, copies, lookups, updates in place."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _regrouped(value: torch.Tensor) -> list[int]:
 
 
 def strided(pen: Pen) -> object:
-    """as_strided of an argument that is laid out plainly, and of a value."""
+    """Applies as_strided to a contiguous argument or to a value."""
     x = pen.some(lambda t: t.numel() > 8 and t.is_contiguous()) if pen.rarely(3) else ""
     if not x:
         return ""
@@ -88,7 +88,7 @@ def layout(pen: Pen) -> object:
 
 
 def _index(pen: Pen, length: int, least: int = 0, unique: bool = False, rank: int = 1) -> str:
-    """A tensor of positions below `length`: one that is there, or a new argument."""
+    """Returns a tensor of positions below `length`, an existing one or a new argument."""
     if length == 0:
         return ""
 
@@ -135,7 +135,7 @@ def lookup(pen: Pen) -> object:
 
 
 def _rows(pen: Pen, x: str, dim: int, count: int) -> str:
-    """What to put into `count` positions of `x` along `dim`."""
+    """Returns values for `count` positions of `x` along `dim`."""
     shape = list(pen.values[x].shape)
     shape[dim] = count
     wanted = torch.Size(shape)
@@ -144,7 +144,7 @@ def _rows(pen: Pen, x: str, dim: int, count: int) -> str:
 
 
 def put(pen: Pen) -> object:
-    """New tensors with some positions replaced, or added to."""
+    """Writes new tensors with some positions replaced or added to."""
     x = pen.floating(1)
     dim = pen.integer(0, pen.values[x].dim() - 1)
     i = _index(pen, pen.values[x].shape[dim], unique=True)
@@ -159,7 +159,7 @@ def put(pen: Pen) -> object:
 
 
 def update(pen: Pen) -> object:
-    """An argument, or a value, changes in place: whole or in part."""
+    """Changes an argument or a value in place, as a whole or in part."""
     arguments = [n for n in pen.program.arguments if pen.values[n].dim() > 0 and pen.values[n].dtype != torch.bool]
     x = pen.choose(arguments) if arguments and not pen.rarely(4) else pen.some(lambda t: t.dim() > 0)
     if not x:
@@ -197,7 +197,7 @@ def update(pen: Pen) -> object:
 
 
 def _overlaps(t: torch.Tensor) -> bool:
-    """Whether a tensor may have an element twice: what a write into it does is nowhere defined."""
+    """Returns whether a tensor may contain an element twice. Writes to such a tensor are undefined."""
     reach = 0
     for stride, length in sorted((s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n > 1):
         if stride <= reach:

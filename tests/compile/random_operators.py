@@ -1,8 +1,7 @@
-"""The families of operators that random programs are made of. A family is a function of a Pen (random_graphs.py) that
-writes one statement, or none where nothing fits.
+"""Operator families of random programs. A family is a function of a Pen (random_graphs.py).
 
-FAMILIES are what ark has lowerings for, in the forms that people write; FALLBACKS are a few that it leaves to Inductor,
-so that programs are cut into pieces.
+It writes one statement, or none if nothing fits. FAMILIES have lowerings in ark, in the forms that people write.
+FALLBACKS are a few that ark leaves to Inductor, so that programs are cut into pieces.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def gelu_tanh(pen: Pen) -> object:
 
 
 def jumping(pen: Pen) -> object:
-    """What jumps, of exact values."""
+    """Discontinuous functions of exact values."""
     x = pen.floating(exact=True)
     name = pen.choose(("floor", "ceil", "round", "trunc", "sign", "isnan", "isinf", "isfinite", "frac"))
     return pen.write(f"torch.{name}({x})", [x], False)
@@ -78,7 +77,7 @@ def integers(pen: Pen) -> object:
 
 
 def division(pen: Pen) -> object:
-    """Rounding to whole numbers: of exact values, and no integer by zero."""
+    """Rounding to integers, of exact values, and without integer division by zero."""
     x = pen.some(lambda t: t.dtype != torch.bool, exact=True) or pen.floating(exact=True)
     y = pen.choose(("3", "-2", "4", "1"))
     if pen.values[x].is_floating_point():
@@ -247,13 +246,13 @@ def attention(pen: Pen) -> object:
     batch, groups, repeats, size = pen.choose((1, 2)), pen.choose((1, 2, 3)), pen.choose((1, 2)), pen.choose((8, 4, 16))
     queries, keys = pen.choose((1, 3, 17)), pen.choose((5, 33, 1, 64))
     dtype = pen.float_type()
-    # No windows: of queries that overlap eager PyTorch's result is wrong. On a GPU PyTorch 2.11's attention, eager or
-    # in a graph that ark leaves to it, ends the context for some operands whose rows do not begin at multiples of 16
-    # bytes; test_compile.py has those.
+    # No windows: for overlapping queries eager PyTorch's result is wrong. On a GPU, PyTorch 2.11's attention (eager, or
+    # in a graph that ark leaves to it) loses the context for some operands with rows that are not aligned to 16 bytes.
+    # test_compile.py tests those.
     on_cpu = pen.program.device == "cpu"
     even = on_cpu or size * NAMES[dtype].itemsize % 16 == 0
     layouts = ("plain", "permuted" if even else "plain", "part" if on_cpu else "plain")
-    # Nor NaN or infinities: what becomes of them, behind a mask or not, PyTorch's kernels do not agree upon.
+    # No NaN or infinities either: PyTorch's kernels disagree on their effect, masked or not.
     special, pen.special = pen.special, False
     q = pen.argument([batch, groups * repeats, queries, size], dtype, layout=pen.choose(layouts))
     k, v = (pen.argument([batch, groups, keys, size], dtype, layout=pen.choose(layouts)) for _ in "kv")
@@ -276,7 +275,7 @@ def inputs(pen: Pen) -> object:
 
 
 def other(pen: Pen) -> object:
-    """Without a lowering."""
+    """An operator without a lowering."""
     x = pen.floating(1)
     dim = pen.values[x].dim() - 1
     forms = (

@@ -1,10 +1,9 @@
-"""`python random_runner.py SEED COUNT [--device cuda] [--survey FOLDER] [--seconds S]`: COUNT random programs, in a
-process of their own.
+"""`python random_runner.py SEED COUNT [--device cuda] [--survey FOLDER] [--seconds S]`: runs COUNT random programs.
 
-A process of its own, so that a crash or a hang of a compiled program is a failure with a program to look at: the
-program at work stands in the file that RANDOM_PROGRAM names. The last line of the output is a JSON object of counts.
-With --survey failures are written to FOLDER and the run goes on, without shrinking them, for S seconds at most. On a
-GPU nothing is shrunk, as a failure may be the end of the process's context.
+It is a separate process, so that a crash or hang of a compiled program becomes a failure with a program to look at. The
+file named by RANDOM_PROGRAM has the current program. The last line of the output is a JSON object of counts. With
+--survey, failures are written to FOLDER without shrinking, and the run continues for at most S seconds. On a GPU
+nothing is shrunk, because a failure may have lost the process's context.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Families of operators of random programs (random_operators.py): order, running sums, lookups and sums by element."""
+"""Operator families of random programs (random_operators.py): order, running sums, lookups, sums by element."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def _dim(pen: Pen, x: str) -> int:
 
 
 def ordered(pen: Pen) -> object:
-    """Positions only of exact values, and equal ones only where their order is told (a stable sort)."""
+    """Positions only for exact values, with equal values only where their order is defined (a stable sort)."""
     x = pen.floating(1)
     value, dim = pen.values[x], _dim(pen, x)
     largest = pen.choose((True, False))
@@ -32,7 +32,7 @@ def running(pen: Pen) -> object:
 
 
 def _positions(pen: Pen, shape: list[int], below: int, unique: int = -1) -> str:
-    """Indices below a number; along the dimension `unique` (none: -1) none comes twice."""
+    """Returns indices below a number, unique along the dimension `unique` (-1: none)."""
     if unique < 0:
         return pen.argument(shape, "i64", f"torch.randint(0, {below}, {{shape}}, generator=g)")
     count = shape[unique]
@@ -62,7 +62,7 @@ def by_element(pen: Pen) -> object:
 
 
 def sums_by_index(pen: Pen) -> object:
-    """Indices that come twice."""
+    """Indices may repeat."""
     x = pen.floating(1)
     value, dim = pen.values[x], _dim(pen, x)
     if not value.numel():

@@ -1,7 +1,7 @@
-"""Models at the sizes that people run, with random weights, on any device; `small` is for seeing that a script works.
+"""Models at real sizes with random weights, on any device. `small` is for testing a script.
 
-A Llama of 1.2 thousand million weights, BERT-Large, GPT-2 XL (decoding with a cache), a layer of eight experts, a DLRM.
-`run` calls a model from the beginning each time, as exactness.py wants it.
+A Llama of 1.2 billion weights, BERT-Large, GPT-2 XL (decoding with a cache), a layer of eight experts and a DLRM. `run`
+calls a model from its initial state each time, as exactness.py requires.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Case:
 
 
 class CachedDecoder(models.Decoder):
-    """GPT-2 that decodes: keys and values of earlier positions lie in caches, which are updated where they lie."""
+    """GPT-2 decoding with caches of keys and values, updated in place."""
 
     def __init__(self, dim: int, heads: int, layers: int, vocab: int, length: int) -> None:
         super().__init__(dim, heads, layers, vocab, length)
@@ -57,7 +57,7 @@ class CachedDecoder(models.Decoder):
 
 
 def ready(model: nn.Module, dtype: torch.dtype, spread: float = 0.0) -> Any:
-    """For inference; `spread`: of the matrices' elements, drawn anew."""
+    """Prepares for inference. `spread`, if given, redraws the matrices' elements with that spread."""
     model = model.eval().requires_grad_(False)
     for parameter in model.parameters() if spread else ():
         if parameter.dim() > 1:
@@ -66,7 +66,7 @@ def ready(model: nn.Module, dtype: torch.dtype, spread: float = 0.0) -> Any:
 
 
 def fill(model: Any, length: int) -> None:
-    """Keys and values at the positions before `length`: random, the same for every model of a shape."""
+    """Fills positions before `length` with random keys and values, the same for every model of a shape."""
     for number, cache in enumerate(model.caches()):
         generator = torch.Generator(cache.device).manual_seed(number)
         shape = (*cache.shape[:2], length, cache.shape[3])
@@ -75,7 +75,7 @@ def fill(model: Any, length: int) -> None:
 
 
 def decoding(model: Any, vocab: int, filled: int, device: torch.device) -> Case:
-    """Eight tokens from the beginning, and eight after `filled` positions."""
+    """Decodes eight tokens from the beginning, and eight after `filled` positions."""
     tokens = torch.randint(0, vocab, (16, 1, 1), device=device)
     places = torch.arange(filled + 8, device=device)
 
@@ -114,7 +114,7 @@ def bert(dtype: torch.dtype, device: torch.device, small: bool, batch: int = 1) 
 
 
 def experts(dtype: torch.dtype, device: torch.device, small: bool) -> Case:
-    """Tokens whose choice of experts no rounding turns."""
+    """Tokens whose choice of experts does not depend on rounding."""
     dim, hidden = (64, 96) if small else (2048, 8192)
     with device:
         model = ready(models.Experts(dim, hidden), dtype)

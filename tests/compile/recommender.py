@@ -1,6 +1,6 @@
-"""A DLRM: dense features through an MLP, sparse ones through pooled embeddings, their dot products through another.
+"""A DLRM: dense features through an MLP, sparse ones through pooled embeddings, their dot products through another MLP.
 
-Tables are sharded over the ranks; each rank pools its own tables for the whole batch, and an all_to_all gives every
+Tables are sharded over the ranks. Each rank pools its own tables for the whole batch, and an all_to_all gives every
 rank all tables for its part of the batch.
 """
 
@@ -33,7 +33,7 @@ class Dlrm(nn.Module):
         self.register_buffer("right", torch.tensor([j for _, j in pairs]))
 
     def pooled(self, indices: list[Tensor], offsets: list[Tensor]) -> Tensor:
-        """[batch, tables, dim] of the tables that this rank has."""
+        """Returns [batch, tables, dim] of this rank's tables."""
         bags = zip(self.tables, indices, offsets, strict=True)
         return torch.stack([F.embedding_bag(i, table, o, mode="sum") for table, i, o in bags], 1)
 
@@ -48,7 +48,7 @@ class Dlrm(nn.Module):
 
 
 class Shard(nn.Module):
-    """One rank's part: its tables, all of both MLPs, and its rows of the batch."""
+    """One rank's part: its tables, both MLPs, and its rows of the batch."""
 
     def __init__(self, whole: Dlrm, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -71,12 +71,12 @@ class Shard(nn.Module):
 
 
 def features(batch: int, model_tables: int, generator: torch.Generator) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Dense features, and bags of 0 to 4 indices for each table; equal on all ranks for equal generators."""
+    """Dense features, and bags of 0 to 4 indices for each table. Equal generators give equal values on all ranks."""
     dense = torch.randn(batch, 13, generator=generator)
     indices, offsets = [], []
     for _ in range(model_tables):
         sizes = torch.randint(0, 5, (batch,), generator=generator)
-        sizes[-1] += 4 * batch - int(sizes.sum())  # as many indices in every batch: shapes stay what they are
+        sizes[-1] += 4 * batch - int(sizes.sum())  # as many indices in every batch, so that shapes stay the same
         offsets.append(F.pad(sizes.cumsum(0), (1, 0))[:-1])
         indices.append(torch.randint(0, 50, (4 * batch,), generator=generator))
     return dense, indices, offsets

@@ -1,9 +1,9 @@
 """A double of `_C.plan` that runs a lowered graph with PyTorch's own operators, independent of the C++ side.
 
-It holds what csrc/compiler/graph/graph.hpp says to the letter: values are strided views, floating types compute in
-float32 and integers in int64, results are rounded to the output's type. It is strict where C++ might be lenient:
-temporaries are poisoned, every value is written at most once and not read before, only mutated inputs are written,
-extents are checked."""
+It follows csrc/compiler/graph/graph.hpp literally: values are strided views, floating types compute in float32 and
+integers in int64, and results are rounded to the output's type. It is stricter than C++: temporaries are poisoned, a
+value is written at most once and not read before, only mutated inputs are written, and extents are checked.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ POINTWISE: dict[str, Any] = {
 
 
 class Graph:
-    """Records what the front end says, with the checks of a careful reader."""
+    """Records the front end's graph, with strict checks."""
 
     def __init__(self) -> None:
         self.buffers: list[dict[str, Any]] = []
@@ -158,7 +158,7 @@ class Region:
             if v["buffer"] < 0:
                 return torch.tensor(v["literal"], dtype=v["dtype"])
             base = memory[v["buffer"]]
-            if isinstance(base, dict):  # made when its type is known
+            if isinstance(base, dict):  # created when its type is known
                 if not base:
                     size = graph.buffers[v["buffer"]]["bytes"] // v["dtype"].itemsize
                     base["flat"] = torch.full((size,), _poison(v["dtype"]), dtype=v["dtype"])

@@ -1,4 +1,4 @@
-"""The double's operators that follow indices known at run time, written as they are defined, row by row."""
+"""The double's operators with run-time indices, written row by row from their definitions."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Errors of single operators against float64, held against the figures of Inductor that benchmarks/compile_accuracy.py
-has recorded for the same inputs."""
+"""Errors of single operators against float64, compared with Inductor's figures for the same inputs.
+
+benchmarks/compile_accuracy.py has recorded those.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ import torch
 
 from ark_torch.compile import lowering
 
-pytestmark = pytest.mark.limit(200)
+pytestmark = pytest.mark.timeout(200)
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "compile_accuracy.json"
 
@@ -27,7 +29,7 @@ def test_every_operator_has_a_case() -> None:
     assert set(lowering.RULES) == covered | elsewhere
 
 
-# What approximates, adds up or keeps a running result; in half types, what must not round on the way.
+# Operators that approximate, add or accumulate; in half types, those that must not round in between.
 ROUNDING = {
     torch.float32: {
         *("exp", "log", "log1p", "expm1", "sin", "cos", "tanh", "erf", "erfc", "sigmoid", "log10", "sinh", "pow"),

@@ -1,4 +1,4 @@
-"""Compiling ahead of time: ark's regions cannot be saved yet, and the error names the option that goes around them."""
+"""Ahead-of-time compilation: ark's regions cannot be saved yet, and the error names the option that avoids them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users get by default: Inductor serves, ark's regions are compiled meanwhile, and calls decide who goes on."""
+"""The default mode: Inductor runs the graph while ark's regions compile, and calls decide which continues."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from ark_torch import _C
 from ark_torch.compile import backend, background, build, choice, contest, inductor_fallback, progress, serving
 from ark_torch.compile.report import log
 
-pytestmark = pytest.mark.limit(240)
+pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Choices of the test's own, a machine of its own, and no job that outlives it."""
+    """Isolates the test: its own choices, an idle machine, and no job that outlives it."""
     monkeypatch.setattr(choice, "folder", lambda: tmp_path / "choices")
     monkeypatch.setattr(contest.Load, "is_in_the_way", lambda *_: False)
     monkeypatch.setattr(serving, "_PAUSE_S", 0.0)
@@ -44,7 +44,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 class Gate:
-    """Regions are compiled when it opens."""
+    """Regions compile when the gate opens."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open, self.begun, self.threads = threading.Event(), threading.Event(), set()
@@ -71,7 +71,7 @@ def counting(state: Tensor, x: Tensor) -> Tensor:
 
 
 class Called:
-    """A compiled function whose every call is held against eager PyTorch."""
+    """A compiled function. Every call is compared with eager PyTorch."""
 
     def __init__(self, function: Callable[..., Any] = counting, **options: Any) -> None:
         torch._dynamo.reset()
@@ -98,7 +98,7 @@ class Called:
 def test_inductor_serves_until_it_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, call = Gate(monkeypatch), Called()
     call()
-    assert not gate.begun.is_set() and not background.active()  # a program of one call compiles no more
+    assert not gate.begun.is_set() and not background.active()  # a program that calls once compiles nothing else
     call()
     assert gate.begun.wait(60)
     for _ in range(20):
@@ -109,7 +109,7 @@ def test_inductor_serves_until_it_is_decided(monkeypatch: pytest.MonkeyPatch) ->
     assert set(kept["us"]) == {"ark", "inductor", "eager"} and kept["runs_on"] in kept["us"]
     for _ in range(5):
         call()
-    # The next process takes the same from its first call on.
+    # The next process makes the same choice from its first call on.
     monkeypatch.setattr(serving, "Serving", lambda *_: pytest.fail("served"))
     again = Called()
     again()
@@ -165,7 +165,7 @@ def test_pieces_of_inductor_are_compiled_one_a_call(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Said once; Inductor goes on; nothing is remembered."""
+    """It is logged once, Inductor continues, and nothing is remembered."""
 
     def broken(*_: Any) -> Any:
         raise ArithmeticError("the planner is broken")
@@ -209,13 +209,13 @@ def test_threads_that_call_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> 
     for thread in threads:
         thread.join(60)
     assert not wrong, wrong
-    for _ in range(5000):  # alone again
+    for _ in range(5000):  # no other thread any more
         torch.testing.assert_close(compiled(x), wanted)
 
 
 @pytest.mark.quick
 def test_a_thread_beside_spoils_what_is_timed() -> None:
-    """Its calls are Inductor's, and the contest does not count the call that they stood beside."""
+    """Calls of another thread use Inductor, and the contest ignores calls that overlapped with them."""
     inside, beside = threading.Event(), threading.Event()
     counted: list[str] = []
 
@@ -240,7 +240,7 @@ def test_a_thread_beside_spoils_what_is_timed() -> None:
 
 
 def test_reset_while_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody wants any more is not begun; what was begun is not waited for."""
+    """Unwanted compilations do not start, and running ones are not waited for."""
     gate, call = Gate(monkeypatch), Called()
     call()
     call()
@@ -250,7 +250,7 @@ def test_reset_while_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     def other(state: Tensor, x: Tensor) -> Tensor:
         return counting(state, x) * 2
 
-    second = Called(other)  # resets, too
+    second = Called(other)  # this resets, too
     second()
     second()
     second.compiled = None
@@ -281,7 +281,7 @@ def test_another_shape_is_another_graph() -> None:
 
 
 def test_ranks_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where ranks decide on each other's results, none serves with bits that another has not."""
+    """If ranks depend on each other's results, all must serve the same bits."""
     monkeypatch.setattr(backend, "_ranks", lambda: 2)
     monkeypatch.setattr(serving, "Serving", lambda *_: pytest.fail("served"))
     call = Called()
@@ -333,16 +333,16 @@ FORK = """
 
 
 def program(folder: Path, then: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs the program with a C++ compiler that takes ten minutes for a region, which is more than the program has.
+    """Runs the program with a C++ compiler that takes ten minutes per region, longer than the program runs.
 
-    The folder is the same for all, so that Inductor's kernel is compiled for the first alone.
+    The folder is shared, so that only the first run compiles Inductor's kernel.
     """
     slow, new = folder / "slow-g++", folder / f"slow-g++.{os.getpid()}"
     new.write_text('#!/bin/sh\ncase "$*" in *plan.cpp*) sleep 600;; esac\nexec c++ "$@"\n')
     new.chmod(0o755)
     new.rename(slow)
     inductors = {"CXX": str(slow), "ARK_COSTS": "assumed", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    inductors["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"  # dearer than the one kernel
+    inductors["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"  # costs more than the single kernel
     return subprocess.run(
         [sys.executable, "-c", PROGRAM.format(then=then)],
         env={**os.environ, **inductors, **environment},
@@ -368,7 +368,7 @@ def test_the_program_forks_meanwhile(shared_folder: Path) -> None:
 
 
 def test_stopped_compilers_are_errors() -> None:
-    """And start no other; in a process of its own, since that holds until its end."""
+    """They start no other compiler. Runs in a separate process, because this state lasts until its end."""
     done = subprocess.run(
         [
             sys.executable,

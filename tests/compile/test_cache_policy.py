@@ -1,4 +1,4 @@
-"""The option `cache`: what it takes, what explain says of it, the text it makes, and that results keep their bits."""
+"""The option `cache`: accepted values, explain's output, generated code, and unchanged bits in results."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_explained(tmp_path: Any) -> None:
 
 def test_an_access_says_when_it_is_read_again() -> None:
     report = ark_torch.explain(small(), torch.randn(2, 64), ark_options={"choose": "ark"}, target="sm_90a")
-    plan = json.loads(report.regions[0].target_plan[0])
+    plan = json.loads(report.regions[0].target_plan)
     stages = plan["stages"]
     weights = [a for stage in stages for a in stage["accesses"] if a["operand"] == "weight"]
     total = sum(stage["bytes"] for stage in stages)
@@ -67,11 +67,11 @@ def test_an_access_says_when_it_is_read_again() -> None:
 
 
 def _shapes(seed: int) -> tuple[nn.Module, list[Tensor]]:
-    """Rows of random widths and types, whole vectors and tails, adjacent or not."""
+    """Rows of random widths and types, whole vectors and tails, contiguous or not."""
     rng = random.Random(seed)
     rows, columns = rng.choice([1, 3, 64, 200]), rng.choice([1, 7, 16, 33, 64, 1000])
     dtype = rng.choice([torch.float32, torch.bfloat16, torch.float16])
-    skipped = rng.choice([0, 1, 3, 8])  # elements, which unaligns what follows
+    skipped = rng.choice([0, 1, 3, 8])  # elements, which breaks the alignment of the rest
     torch.manual_seed(seed)
 
     class Some(nn.Module):
@@ -90,7 +90,7 @@ def _shapes(seed: int) -> tuple[nn.Module, list[Tensor]]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_bits_are_the_same_under_each(compiled: Any, seed: int) -> None:
-    """Also from call to call: what was stored past the caches is there when it is read."""
+    """Also from call to call: data stored past the caches is there when it is read."""
     wanted = None
     for policy in POLICIES:
         model, given = _shapes(seed)
@@ -102,7 +102,7 @@ def test_bits_are_the_same_under_each(compiled: Any, seed: int) -> None:
 
 
 def test_a_reader_on_another_thread_sees_what_passed_the_caches(compiled: Any) -> None:
-    """Stages whose tasks read what others' tasks stored past the caches, many times over."""
+    """Tasks repeatedly read what other workers' tasks stored past the caches."""
 
     def call(x: Tensor) -> Tensor:
         for _ in range(4):
@@ -119,7 +119,7 @@ def test_a_reader_on_another_thread_sees_what_passed_the_caches(compiled: Any) -
 
 
 def _decoding_source(compiled: Any, monkeypatch: pytest.MonkeyPatch, **caches: Any) -> str:
-    """A decoding step at the sizes of a thousand million weights, with lookups and norms, for an H100."""
+    """Returns the source of a decoding step with lookups and norms, at the sizes of a billion weights, for an H100."""
     found: list[str] = []
     plain = build.make_region
 
@@ -149,7 +149,7 @@ needs_nvrtc = pytest.mark.skipif(
 
 
 @needs_nvrtc
-@pytest.mark.limit(400)
+@pytest.mark.timeout(400)
 @pytest.mark.by_day("all-last")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_text_of_a_gpu_compiles_without_spills(compiled: Any, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
@@ -162,9 +162,9 @@ def test_text_of_a_gpu_compiles_without_spills(compiled: Any, monkeypatch: pytes
 
 
 @needs_nvrtc
-@pytest.mark.limit(400)
+@pytest.mark.timeout(400)
 def test_text_of_a_gpu_that_keeps_some_parameters_compiles(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many bytes as those of queries and keys: values' weights, which the same function reads, are beyond them."""
+    """The limit covers the weights of queries and keys. The values' weights, read by the same function, exceed it."""
     measured = {"kept_bytes": 10 << 20, "reused_last": True, "states_first": True}
     source = _decoding_source(compiled, monkeypatch, caches=measured)
     shapes = re.findall(r"constexpr Product s(\d*)\{.*?b_cache = Cache::(\w+)", source, re.DOTALL)

@@ -1,4 +1,4 @@
-"""Who runs a graph: measured once, on copies of what it writes, and remembered for the next run."""
+"""Which backend runs a graph: measured once, on copies of what it writes, and remembered for the next run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ark_torch import _C
 from ark_torch.compile import backend, choice, contest, inductor_fallback, options, serving
 from ark_torch.compile.contest import Contest
 
-pytestmark = [pytest.mark.quick, pytest.mark.limit(120)]
+pytestmark = [pytest.mark.quick, pytest.mark.timeout(120)]
 
 
 def step(state: Tensor, x: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ class Slow(reference.Region):
 
 
 class Quick(reference.Region):
-    """Faster than anything: writes and returns what the first run wrote and returned."""
+    """Faster than any other: replays what the first run wrote and returned."""
 
     def __call__(self, inputs: Any) -> list[Tensor]:
         if self.calls < 1:
@@ -45,7 +45,7 @@ class Quick(reference.Region):
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever else the machine does."""
+    """Ignores other load on the machine."""
     monkeypatch.setattr(contest.Load, "is_in_the_way", lambda *_: False)
 
 
@@ -70,7 +70,7 @@ def files() -> list[Path]:
 
 
 class SlowRivals(Contest):
-    """All but ark take longer than the double of ark's kernels does."""
+    """All contestants but ark take longer than the double of ark's kernels."""
 
     def __init__(self, contestants: Any, on_gpu: bool = False) -> None:
         def slow(run: Any) -> Any:
@@ -85,7 +85,7 @@ def test_slower_loses_and_is_remembered(compiled: Any, monkeypatch: pytest.Monke
     (path,) = files()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert json.loads(path.read_text())["runs_on"] == chosen.runs_on
-    # The next run takes the same although ark would win now, without measuring.
+    # The next run makes the same choice without measuring, although ark would win now.
     monkeypatch.setattr(contest, "Contest", lambda *_: pytest.fail("measured again"))
     again, _ = run(compiled, monkeypatch, Quick)
     assert again == chosen
@@ -102,7 +102,7 @@ def test_faster_wins_and_is_remembered(compiled: Any, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("winner", ["inductor", "eager"])
 def test_what_was_chosen_is_all_that_is_made(winner: str, compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch._dynamo is given Inductor's function, or the graph's own: nothing of ours stands around it."""
+    """torch._dynamo gets Inductor's function or the graph's own, without any wrapper of ours."""
     given: list[Any] = []
     monkeypatch.setattr(choice, "recall", lambda name: choice.Choice(winner))
     monkeypatch.setattr(backend, "Captured", lambda *_: pytest.fail("captured"))
@@ -131,7 +131,7 @@ def test_what_was_chosen_is_all_that_is_made(winner: str, compiled: Any, monkeyp
 
 
 def test_mutated_inputs_are_cloned(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measuring calls the graph many times; what it counts has gone up by one, and no random number is used up."""
+    """Measuring calls the graph many times, but its counter increases by one and no random number is used up."""
 
     def count(state: Tensor) -> Tensor:
         state.add_(1)
@@ -150,7 +150,7 @@ def test_mutated_inputs_are_cloned(compiled: Any, monkeypatch: pytest.MonkeyPatc
 
 
 class Simulated:
-    """A clock, and contestants that take the times that they are given."""
+    """A clock, and contestants that take the given times."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, takes: dict[str, Callable[[int], float]]) -> None:
         self.now, self.order, self.takes = 0.0, "", takes
@@ -173,7 +173,7 @@ class Simulated:
 
 
 def test_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several calls in a row, rounds back and forth, and who is hopeless is called in the first one only."""
+    """Several calls in a row, rounds back and forth. A hopeless contestant runs only in the first round."""
     held = Simulated(monkeypatch, {"ark": lambda _: 2e-3, "inductor": lambda _: 2.2e-3, "eager": lambda _: 4e-3})
     assert held.decide() == choice.Choice("ark", {"ark": 2000.0, "inductor": 2200.0, "eager": 4000.0})
     turns = ["".join(calls) for _, calls in itertools.groupby(held.order)]
@@ -182,7 +182,7 @@ def test_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_first_calls_of_a_turn_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A contestant that is slow only when another ran before it, and one that is a little slower all the time."""
+    """One contestant is slow only right after another one, and one is always a little slower."""
 
     def cold(name: str) -> Callable[[int], float]:
         return lambda calls: 1e-3 if held.order.endswith(name) else 9e-3
@@ -192,7 +192,7 @@ def test_the_first_calls_of_a_turn_do_not_count(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_threads_that_spin_after_another_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For 14 ms behind a turn of Inductor's, OpenMP's threads keep a core, and ark takes half as long again."""
+    """For 14 ms after Inductor's turn, OpenMP's threads occupy a core, and ark takes 1.5 times as long."""
     inductor_ended = 0.0
 
     def inductor(_: int) -> float:
@@ -207,7 +207,7 @@ def test_threads_that_spin_after_another_do_not_count(monkeypatch: pytest.Monkey
 
 
 def test_times_that_vary(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is first in all rounds: it is tried again, and then said to be unsure."""
+    """No contestant is first in all rounds: the contest is repeated, and then reported as unsure."""
     turns = {"ark": itertools.cycle((1e-3, 1.3e-3)), "inductor": itertools.cycle((1.3e-3, 1e-3))}
 
     def turn_of(self: Any, name: str, first: bool) -> Any:
@@ -220,7 +220,7 @@ def test_times_that_vary(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_slow_graphs_are_called_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However noisy they are: a program that takes seconds a step does not wait for minutes."""
+    """Even if noisy: a program with steps of seconds must not wait for minutes."""
     ways = {"ark": itertools.cycle((3.0, 2.0, 2.0, 3.0, 3.0)), "inductor": itertools.cycle((2.0, 3.0, 3.0, 2.0, 2.5))}
     held = Simulated(monkeypatch, {name: lambda _, of=of: next(of) for name, of in ways.items()})
     held.decide()
@@ -235,8 +235,9 @@ def test_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_other_processes_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of two cores, of which two threads of ours want both, others take a half. Cores that the process may not use are
-    busy all the time."""
+    """Two of our threads want two cores, and other processes take half. Cores that the process may not use are always
+    busy.
+    """
     monkeypatch.undo()
     stat_file = tmp_path / "stat"
     own = [10.0]
@@ -264,7 +265,7 @@ def test_a_choice_under_load_is_made_again_by_the_next_process(monkeypatch: pyte
     name = choice.key("graph", 2)
     first, second = choice.Choice("ark", {"ark": 1.0}, busy=True), choice.Choice("eager", {"eager": 1.0})
     assert choice.remember(name, first) == first
-    # Processes that run now agree.
+    # Running processes agree.
     assert choice.recall(name) == first and choice.remember(name, second) == first
     monkeypatch.setattr(choice, "_STARTED", time.time() + 1)
     assert choice.recall(name) is None

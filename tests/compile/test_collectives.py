@@ -1,4 +1,4 @@
-"""Collectives inside compiled regions: real processes on an ark group, nothing of the graph left to Inductor."""
+"""Collectives inside compiled regions: real processes on an ark group, with no part of the graph left to Inductor."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
-from llama.model import Llama, LlamaConfig, shard  # lies in examples/
+from llama.model import Llama, LlamaConfig, shard  # in examples/
 
 ALONE = {"choose": "ark", "fallback": False}
 
 
 def _every(x: Tensor, splits: list[int], received: list[int], group: dist.ProcessGroup) -> list[Tensor]:
-    """Each collective between operators of its own, some in a row, one of a view with gaps."""
+    """Each collective between other operators, some in a row, one on a strided view."""
     total = funcol.all_reduce(x * 2, "sum", group)
     largest = funcol.all_reduce(total - x[0], "max", group)
     mean = funcol.all_reduce(x[:, ::2], "avg", group)
@@ -46,7 +46,7 @@ def _forms(rank: Rank) -> None:
         for step in range(3):
             x = torch.randn(2 * world, 6, generator=torch.Generator().manual_seed(10 * step + me))
             wanted = [t + 0 for t in _every(x, splits[me], received, group)]
-            # An eager collective under way, before and after.
+            # An eager collective is in flight, before and after.
             beside = torch.full((5,), float(me))
             work = dist.all_reduce(beside, async_op=True)
             got = compiled(x, splits[me], received, group)
@@ -55,6 +55,40 @@ def _forms(rank: Rank) -> None:
             assert beside.tolist() == [float(sum(range(world)))] * 5
             for name, a, b in zip(("sum", "max", "avg", "gather", "scatter", "all_to_all"), got, wanted, strict=True):
                 torch.testing.assert_close(a, b, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def _many_rows(rank: Rank) -> tuple[str, str]:
+    """Returns the reports of a graph with the most rows that a loop kernel takes, and of one with one row more."""
+    from ark_torch.compile import backend
+    from ark_torch.compile.options import parse
+    from ark_torch.compile.report import Report
+
+    rank.init()
+    backend._FEW_ROWS["cpu"] = 8
+    backend.inductor_fallback.whole = lambda graph, inputs: graph.forward  # it takes seconds
+    group = dist.group.WORLD
+    weight = torch.randn(6, 6, generator=torch.Generator().manual_seed(3))
+
+    def model(x: Tensor) -> Tensor:
+        return torch.relu(funcol.all_reduce(x @ weight, "sum", group))
+
+    told = []
+    for rows in (8, 9):
+        report = Report()
+        torch._dynamo.reset()
+        compiled = torch.compile(
+            model, backend=lambda g, x, r=report: backend.compile_graph(g, x, parse(None, {}), r), dynamic=False
+        )
+        with torch.no_grad():
+            x = torch.randn(rows, 6, generator=torch.Generator().manual_seed(rank.rank))
+            torch.testing.assert_close(compiled(x), model(x))
+        told.append(str(report))
+    return told[0], told[1]
+
+
+def test_many_rows_are_inductors() -> None:
+    for few, many in run_ranks(_many_rows, 2):
+        assert "from 9 on" not in few and "its collectives have 9 rows, and from 9 on Inductor's products" in many, many
 
 
 def test_every_collective() -> None:
@@ -71,7 +105,7 @@ def _coalesced(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def _written(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """torch.distributed's own calls into tensors; Dynamo makes functional collectives of them."""
+    """torch.distributed's own calls that write tensors. Dynamo turns them into functional collectives."""
     world = group.size()
     total = x * 2
     dist.all_reduce(total, group=group)
@@ -109,7 +143,7 @@ def _other_forms(rank: Rank) -> None:
 
 @pytest.mark.nightly
 def test_coalesced_and_in_place() -> None:
-    """Also an argument that eager code has reduced and nobody has waited for (AsyncCollectiveTensor)."""
+    """Also an argument with a pending eager reduction (AsyncCollectiveTensor)."""
     run_ranks(_other_forms, 2)
 
 
@@ -193,7 +227,7 @@ def test_a_killed_rank_is_named() -> None:
 
 
 def _again(rank: Rank) -> None:
-    """The group of a name is another one: the region looks it up, and holds none alive."""
+    """The name now belongs to another group. The region looks it up, and keeps no group alive."""
     compiled = torch.compile(
         lambda x: funcol.all_reduce(x * 2, "sum", "0") + 1, backend="ark", options={**ALONE, "minimum": 1}
     )

@@ -1,4 +1,4 @@
-"""Reductions over dimensions that are not adjacent in memory: lanes are then rows, each with a sum of its own."""
+"""Reductions over dimensions that are not contiguous in memory: lanes are then rows, each with its own sum."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-pytestmark = pytest.mark.limit(120)
+pytestmark = pytest.mark.timeout(120)
 
 
 def reductions(x: Tensor, y: Tensor, flags: Tensor, half: Tensor) -> list[Tensor]:
@@ -20,7 +20,7 @@ def reductions(x: Tensor, y: Tensor, flags: Tensor, half: Tensor) -> list[Tensor
         x.amin(0) * 2,
         x.var(0),
         torch.logsumexp(x, 0),
-        (x.sum(0) * x).sum(0),  # the sum is a number of its row in the second one
+        (x.sum(0) * x).sum(0),  # the sum is one number per row for the second one
         y.mean(1),
         y.sum((0, 1)),
         torch.softmax(y, 1),
@@ -32,7 +32,7 @@ def reductions(x: Tensor, y: Tensor, flags: Tensor, half: Tensor) -> list[Tensor
         n.sum(0),
         n.amax(0),
         n.amin(0),
-        x[:, :3].sum(0),  # too few to be lanes
+        x[:, :3].sum(0),  # too few for lanes
         x.argmax(0),
     ]
 
@@ -59,7 +59,7 @@ def test_eagers_numbers_and_the_same_bits_whatever_the_workers(compiled: Any) ->
 
 
 def test_special_values(compiled: Any) -> None:
-    """NaN wins, infinities of both signs are NaN in a sum, and none of it reaches the lanes beside it."""
+    """NaN wins, infinities of both signs add to NaN, and neighbouring lanes are not affected."""
     x = torch.randn(70, 40)
     x[3, 1], x[69, 2], x[0, 5], x[1, 5], x[2, 7] = torch.nan, torch.inf, torch.inf, -torch.inf, -torch.inf
 

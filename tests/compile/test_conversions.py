@@ -1,4 +1,4 @@
-"""Conversions between every two types at their ends: what eager PyTorch gives on the same device, to the bit."""
+"""Conversions between every two types at their limits, bit for bit as in eager PyTorch on the same device."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
 TYPES = [*FLOATS, *INTEGERS, torch.bool]
-# What ark's kernels compute with; the rest of a graph is Inductor's.
+# The types of ark's kernels. The rest of a graph runs on Inductor.
 OURS = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool]
 
 
 def numbers(dtype: torch.dtype) -> Tensor:
-    """Zeros, ties, both sides of every type's ends, infinities, NaN, as far as the type has them."""
+    """Returns zeros, ties, both sides of every type's limits, infinities and NaN, as far as the type has them."""
     powers = [sign * 2**power for power in (7, 8, 15, 16, 31, 32, 63) for sign in (1, -1)]
     ends = [float(one + off) for one in powers for off in (-1, 0, 1)]
     small = [0.0, -0.0, 0.4, 0.5, -0.5, 1.0, 1.5, -1.5, 2.5, 3e9, -3e9, 1e-8, 65504.0, 65519.0, 65520.0, 3.39e38]
@@ -32,7 +32,7 @@ def numbers(dtype: torch.dtype) -> Tensor:
 
 
 def bits(x: Tensor) -> Tensor:
-    """NaN is one value: which of its bits are set is nobody's promise."""
+    """Treats NaN as one value, because its bits are not specified."""
     if x.dtype.is_floating_point:
         x = torch.where(x.double().isnan(), torch.nan, x.double()).view(torch.int64)
     return x
@@ -60,7 +60,7 @@ def test_of_our_types(dtype: torch.dtype, compiled: Any) -> None:
 @pytest.mark.by_day("torch.float32", "torch.int64", "torch.float8_e4m3fn")
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_of_every_type(dtype: torch.dtype) -> None:
-    """With a region beside what Inductor converts."""
+    """ark's region is one part of the graph, Inductor converts the rest."""
     targets = [one for one in TYPES if one != dtype]
     call = torch.compile(lambda x: tuple(x.to(one) for one in targets), backend="ark", options={"choose": "ark"})
     check(dtype, targets, call, "cpu")

@@ -1,4 +1,4 @@
-"""Convolutions in regions of the CPU: values and strides of every form, what is left to Inductor, and why."""
+"""Convolutions in CPU regions: values and strides of every form, and what is left to Inductor, with the reason."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from ark_torch.compile.operators import convolutions
 
-pytestmark = pytest.mark.limit(240)
+pytestmark = pytest.mark.timeout(240)
 
-# of, to, kernel, stride, padding, dilation, groups, bias
+# in channels, out channels, kernel, stride, padding, dilation, groups, bias
 FORMS: dict[str, tuple[int, int, int, int, Any, int, int, bool]] = {
     "padded": (6, 8, 3, 1, 1, 1, 1, True),
     "strided, dilated, grouped": (6, 8, 3, 2, 0, 2, 2, False),
@@ -30,7 +30,7 @@ FORMS: dict[str, tuple[int, int, int, int, Any, int, int, bool]] = {
     "same": (6, 6, 4, 1, "same", 1, 3, True),
 }
 CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-# The rest by night: another dimension, three samples, the other layout.
+# The night adds another dimension, three samples and the other layout.
 BY_DAY = [f"{form}-{shape}" for form in ("padded", "depthwise", "patches") for shape in ("1d", "2d-last")]
 SHAPES = {"1d": (1, 2, False), "2d": (2, 1, False), "2d-last": (2, 3, True), "3d": (3, 1, False)}
 
@@ -66,7 +66,7 @@ def test_every_form(form: str, shape: str, compiled: Any) -> None:
 @pytest.mark.parametrize("form", ["padded", "depthwise"])
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])
 def test_half_types_add_up_in_float32(name: str, form: str, compiled: Any) -> None:
-    """As near to float64 as eager PyTorch is, up to one rounding of the result."""
+    """As close to float64 as eager PyTorch, up to one rounding of the result."""
     dtype = getattr(torch, name)
     run, given = made(form, "2d", dtype)
     call, _ = compiled(run, fallback=False, minimum=1)
@@ -77,7 +77,7 @@ def test_half_types_add_up_in_float32(name: str, form: str, compiled: Any) -> No
 
 @pytest.mark.nightly
 def test_residual_block(compiled: Any) -> None:
-    """All of it is one region, and as right as Inductor's."""
+    """It becomes one region, as accurate as Inductor's."""
     model = models.ResidualBlock(16).eval()
     x = torch.randn(2, 16, 9, 9)
     report = exactness.check(model, lambda call, dtype: [call(x.to(dtype))], compiled)
@@ -85,7 +85,7 @@ def test_residual_block(compiled: Any) -> None:
 
 
 def test_a_weight_that_lies_otherwise(compiled: Any) -> None:
-    """Input and weight each in the other's layout: the depth of a product has one order all the same."""
+    """Input and weight each have the other's layout. The product's depth must still have a single order."""
     x = torch.randn(2, 6, 9, 7).contiguous(memory_format=torch.channels_last)
     weight = torch.randn(3, 3, 8, 6).permute(2, 3, 0, 1)
     call, _ = compiled(lambda x, w: F.conv2d(x, w, padding=(1, 0)) * 2 + 1, fallback=False)
@@ -104,7 +104,7 @@ LARGE = {
 
 @pytest.mark.parametrize("name", LARGE)
 def test_what_onednn_does_faster_is_left_to_it(name: str, compiled: Any) -> None:
-    """By default, and explain says so; where a region must be whole it is computed all the same."""
+    """This is the default, and explain says so. If a region must be whole, ark still computes it."""
     run, shape, said = LARGE[name]
     x = torch.randn(shape)
 

@@ -1,4 +1,4 @@
-"""Programs that a review found wrong, crashing or refused; each runs by ark where it can, and is equal to eager."""
+"""Programs from a review that were wrong, crashed or were refused. Each runs on ark if possible, and equals eager."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class FirstToken(nn.Module):
-    """What it returns is the beginning of a larger tensor."""
+    """Its result is the beginning of a larger tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def test_the_beginning_of_a_tensor(compiled: Any) -> None:
 
 
 def test_a_position_in_a_tensor_is_measured(compiled: Any) -> None:
-    """Measuring runs the step many times, and the position must not leave the cache."""
+    """Measuring runs the step many times, and the position must stay within the cache."""
 
     def step(cache: Tensor, position: Tensor, x: Tensor) -> Tensor:
         cache.index_copy_(0, position, x * 2)
@@ -116,7 +116,7 @@ LOOKUPS: dict[str, tuple[Callable[..., Any], str]] = {
 
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_an_index_is_what_it_is_in_eager(name: str, compiled: Any) -> None:
-    """The same answer, or IndexError that names what the user gave, the operator and its line."""
+    """Gives the same result, or an IndexError that names the user's value, the operator and its line."""
     program, operator_name = LOOKUPS[name]
     call, report = compiled(program)
     source = torch.randn(3, 4)
@@ -138,7 +138,7 @@ def test_an_index_is_what_it_is_in_eager(name: str, compiled: Any) -> None:
 
 
 def test_inductors_pieces_have_every_lookup(compiled: Any) -> None:
-    """What only ark knows whole is taken apart for Inductor, which gets what is too little for a region."""
+    """Operators that only ark takes whole are decomposed for Inductor, which gets what is too small for a region."""
 
     def program(t: Tensor, u: Tensor, i: Tensor, s: Tensor) -> tuple[Tensor, ...]:
         r = torch.linalg.qr(((s.tanh() + 1).cos() * 2 + s).sin())[1]
@@ -160,7 +160,7 @@ def test_inductors_pieces_have_every_lookup(compiled: Any) -> None:
 
 @pytest.mark.parametrize("view", [lambda b: b, lambda b: b.view(-1), lambda b: b.t()[1:]], ids=["all", "flat", "part"])
 def test_a_copy_that_is_returned_is_no_alias(view: Callable[[Tensor], Tensor], compiled: Any) -> None:
-    """A copy over all of a tensor is worth nothing, unless its reader could then write the original."""
+    """A copy over a whole tensor can be removed, unless its reader could then write the original."""
 
     def program(x: Tensor) -> tuple[Tensor, Tensor]:
         b = torch.empty_like(x) * 0
@@ -229,7 +229,7 @@ def test_fractions_as_booleans() -> None:
 
 
 def test_numbers_that_a_graph_holds_are_no_arguments(double: Any, compiled: Any) -> None:
-    """On a GPU they lie elsewhere than all the rest. One that is returned is a new one in each call."""
+    """On a GPU they are in other memory than the rest. A returned one is new in each call."""
 
     def program(x: Tensor) -> tuple[Tensor, Tensor]:
         x, number = x * 2, torch.tensor(2.5)

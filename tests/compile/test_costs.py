@@ -1,4 +1,4 @@
-"""Plans with what work costs on this machine: explained, kept for the next run, and of no influence on any bit."""
+"""Plans with this machine's measured costs: explained, kept for the next run, without influence on any bit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from ark_torch.compile.report import Report
 
-pytestmark = pytest.mark.limit(120)
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.mark.nightly

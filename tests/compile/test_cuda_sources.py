@@ -1,6 +1,6 @@
-"""Loop kernels for GPUs, on a machine without one: every model's plan is emitted and compiled by NVRTC.
+"""Loop kernels for GPUs without a GPU: every model's plan is emitted, and NVRTC compiles it.
 
-What they compute is tested in tests/gpu/test_compile.py.
+tests/gpu/test_compile.py tests what they compute.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from ark_torch.compile import build
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
-from llama.quantized import quantize  # lies in examples/
+from llama.quantized import quantize  # in examples/
 
 pytestmark = [
     pytest.mark.skipif(
         not any(one.name == "nvidia-cuda-nvrtc" for one in importlib.metadata.distributions()),
         reason="nvidia-cuda-nvrtc is not installed",
     ),
-    pytest.mark.limit(200),
+    pytest.mark.timeout(200),
 ]
 
-MULTIPROCESSORS = 132  # of an H100 or H200
+MULTIPROCESSORS = 132  # as an H100 or H200
 
 
 def code_bytes(cubin: bytes) -> dict[str, int]:
-    """Of each function of a cubin (a 64-bit ELF file), by its mangled name."""
+    """Returns the size of each function of a cubin (a 64-bit ELF file), by its mangled name."""
     (table,), (entry, count) = struct.unpack_from("<Q", cubin, 40), struct.unpack_from("<HH", cubin, 58)
     sections = [struct.unpack_from("<IIQQQQIIQQ", cubin, table + entry * n) for n in range(count)]
     found: dict[str, int] = {}
@@ -58,7 +58,7 @@ def code_bytes(cubin: bytes) -> dict[str, int]:
 
 
 class Sources:
-    """Regions that keep the loop kernel's source, and compute as the reference does (of many steps: as on the CPU)."""
+    """Regions that keep the loop kernel's source and compute like the reference (for many steps, like the CPU)."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found: list[str] = []
@@ -78,19 +78,19 @@ class Sources:
         self.graph = graph = _C.plan.Graph()
         lowering.graph.emit(graph)
         self.found.append(_C.plan.cuda_source(graph, self.arch, MULTIPROCESSORS, multi_step, cache))
-        if multi_step:  # which the reference does not know
+        if multi_step:  # the reference does not support it
             return self._plain(lowering, name, threads, otherwise, multi_step, cache)
         double = reference.Graph()
         lowering.graph.emit(double)
         return reference.Region(double, name, {"threads": threads, "otherwise": otherwise, "multi_step": multi_step})
 
     def stages(self) -> list[str]:
-        """Of the last region's plan."""
-        text, _ = _C.plan.plan_for(self.graph, self.arch, MULTIPROCESSORS)
+        """Returns the stages of the last region's plan."""
+        text = _C.plan.plan_for(self.graph, self.arch, MULTIPROCESSORS)
         return [stage["name"] for stage in json.loads(text)["stages"]]
 
     def check(self) -> None:
-        """Each compiles, in the registers that a thread of its block can have."""
+        """Each source compiles with the registers that a thread of its block can have."""
         assert self.found
         _jit.configure()
         for source in self.found:
@@ -98,13 +98,13 @@ class Sources:
             assert cubin[:4] == b"\x7fELF"
             [kernel] = kernels
             assert kernel["name"] == "loop_kernel" and 0 < kernel["registers"] <= 128
-            # What the compiler takes for impossible it drops without a word: 32 bytes are then left.
+            # The compiler silently drops code that it considers unreachable: then 32 bytes are left.
             tasks = {name: size for name, size in code_bytes(cubin).items() if "loop7Context" in name}
             assert all(size > 64 for size in tasks.values()), tasks
             assert not kernel["multiplies_in_order"], "groups of warps wait for each of their multiplications"
 
 
-# A function whose sums all live at once, in a kernel whose threads have 64 registers each.
+# A function with many live sums, in a kernel whose threads have 64 registers each.
 SPILLING = """
 // matmul: layers.0.up (model.py:12)
 // matmul: layers.1.up (model.py:12)
@@ -128,13 +128,13 @@ def sources(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_plan_that_is_shown_is_the_plan_that_runs(sources: Sources, compiled: Any) -> None:
-    """explain(target="sm_90a") plans as the emitter does: as many tasks, events and loads."""
+    """explain(target="sm_90a") plans like the emitter: as many tasks, events and loads."""
     if sources.arch != "sm_90a":
         pytest.skip("plans are shown for sm_90a")
     model = models.Llama(models.Config(256, 1, 4, 2, 512, 64, 256)).eval()
     call, _ = compiled(model, dynamic=False, fallback=False)
     call(torch.randint(0, 64, (1, 1)), torch.tensor([5]))
-    plan = json.loads(_C.plan.plan_for(sources.graph, sources.arch, MULTIPROCESSORS)[0])
+    plan = json.loads(_C.plan.plan_for(sources.graph, sources.arch, MULTIPROCESSORS))
     [source] = sources.found
     emitted = source.partition("kTasks[] = {\n")[2].partition("    {}};")[0].count("\n")
     assert emitted == len(plan["tasks"]) - sum("head" in task for task in plan["tasks"])
@@ -145,7 +145,7 @@ def test_the_plan_that_is_shown_is_the_plan_that_runs(sources: Sources, compiled
 @pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_llama(sources: Sources, compiled: Any, dtype: torch.dtype) -> None:
-    """The sizes of one with a thousand million weights, two layers of it: decoding and a prompt."""
+    """Two layers of a model with a billion weights: decoding and a prompt."""
     config = models.Config(2048, 2, 32, 8, 8192, 1024, 1024)
     model = models.Llama(config, 1, dtype).eval()
     call, _ = compiled(model, dynamic=False, fallback=False)
@@ -161,14 +161,14 @@ def test_llama(sources: Sources, compiled: Any, dtype: torch.dtype) -> None:
     sources.check()
 
 
-# Sizes of Llama 2 7B, Qwen 1.5B, Llama 3B, SmolLM 135M and TinyLlama: heads of 128 and 64, groups of 1 to 8 of them.
+# Sizes of Llama 2 7B, Qwen 1.5B, Llama 3B, SmolLM 135M and TinyLlama: heads of 128 and 64, in groups of 1 to 8.
 OTHERS = [(4096, 32, 32, 11008), (1536, 12, 2, 8960), (3072, 24, 8, 8192), (576, 9, 3, 1536), (2048, 32, 4, 5632)]
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("sizes, rows", list(zip(OTHERS, (1, 1, 2, 4, 16), strict=True)))
 def test_other_llamas(sources: Sources, compiled: Any, sizes: tuple[int, int, int, int], rows: int) -> None:
-    """A layer of each, decoding as many sequences, and a prompt of five."""
+    """One layer of each: decoding of that many sequences, and a prompt of five tokens."""
     dim, heads, kv_heads, ffn = sizes
     config = models.Config(dim, 1, heads, kv_heads, ffn, 100, 1024)
     for batch, steps in ((rows, 1), (1, 5)):
@@ -223,8 +223,8 @@ def test_experts(sources: Sources, compiled: Any, kind: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("rows", [1, 8, 9, 16])
 def test_coded_weights(sources: Sources, compiled: Any, rows: int, dtype: torch.dtype) -> None:
-    """Every form, of several batches of columns and several passes of the depth."""
-    # Of nine rows Ampere has too few registers for float8: Inductor has that product, which `explain` says.
+    """Every form, with several batches of columns and several passes over the depth."""
+    # For nine rows, Ampere has too few registers for float8. That product goes to Inductor, and `explain` says so.
     forms = [name for name in coded.FORMS if (rows, sources.arch) != (9, "sm_80") or "float8" not in name]
     products = [coded.coded(name, 2048, 4096)[0] for name in forms]
     compiled(lambda x: [product(x) for product in products], dynamic=False, fallback=False, minimum=1)[0](
@@ -237,7 +237,7 @@ def test_coded_weights(sources: Sources, compiled: Any, rows: int, dtype: torch.
 @pytest.mark.parametrize("form", ["int8", "int4", "float8"])
 @pytest.mark.parametrize("batch", [1, 2, 8, 16])
 def test_coded_llama(sources: Sources, compiled: Any, batch: int, form: str) -> None:
-    """Products that share their rows, and activations behind them, are the stages that they are of plain weights."""
+    """Products that share rows, and activations after them, form the same stages as with plain weights."""
     model = models.Llama(models.Config(2048, 1, 32, 8, 8192, 512, 256), batch, torch.bfloat16).eval()
     compiled(quantize(model, form), dynamic=False, fallback=False)[0](
         torch.randint(0, 512, (batch, 1)), torch.tensor([5])
@@ -268,7 +268,7 @@ def test_lookups_sorts_and_sums(sources: Sources, compiled: Any) -> None:
 
 
 def test_what_spills_is_refused_and_falls_back(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error says which task it is, and the region runs elsewhere."""
+    """The error names the task, and the region runs elsewhere."""
     _jit.configure()
     assert _C._compile_kernel(SPILLING, "sm_90a")[1][0]["spilled_by_function"]
     monkeypatch.setattr(build, "make_region", lambda *_: _C._compile_kernel(SPILLING, "sm_90a", may_spill=False))
@@ -284,7 +284,7 @@ def test_what_spills_is_refused_and_falls_back(compiled: Any, monkeypatch: pytes
 @pytest.mark.by_day("sm_90a-4-bfloat16-2")
 @pytest.mark.parametrize("arch, ranks, dtype, size", [("sm_90a", 4, "bfloat16", 2), ("sm_80", 8, "int64", 8)])
 def test_collectives(arch: str, ranks: int, dtype: str, size: int) -> None:
-    """Without a group: what lowering makes of functional collectives."""
+    """Without a group: the lowered form of functional collectives."""
     graph, count = _C.plan.Graph(), 840
 
     def value(kind: str, argument: int, elements: int) -> int:
@@ -316,7 +316,7 @@ def test_collectives(arch: str, ranks: int, dtype: str, size: int) -> None:
     "arch, ranks, dtype, size", [("sm_90a", 2, "bfloat16", 2), ("sm_90a", 8, "float16", 2), ("sm_80", 4, "float32", 4)]
 )
 def test_pushed_sums(arch: str, ranks: int, dtype: str, size: int) -> None:
-    """A product's parts, added by a norm and a pass over the elements."""
+    """A norm and a pass over the elements add a product's parts."""
     graph, width = _C.plan.Graph(), 1024
 
     def value(kind: str, argument: int, rows: int = 1, turned: bool = False) -> int:

@@ -1,4 +1,4 @@
-"""Results with gaps (a copy of a part that is laid out like the part): dense, in one region, with eager's numbers."""
+"""Results with gaps (a copy of a part, with the part's layout) become dense, in one region, with eager's numbers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-pytestmark = pytest.mark.limit(120)
+pytestmark = pytest.mark.timeout(120)
 
 
 def written(change: Callable[..., Any], *, last: bool = False) -> Callable[..., Tensor]:
-    """What is left of twice the first argument when `change` has written parts of it."""
+    """Returns the first argument, doubled, after `change` has written parts of it."""
 
     def run(x: Tensor, *more: Tensor) -> Tensor:
         z = x * 2
@@ -99,7 +99,7 @@ def test_an_argument_with_gaps_is_written_where_it_lies(compiled: Any) -> None:
 
 
 def test_layouts_that_others_see_stay(compiled: Any) -> None:
-    """The caller gets eager's layout; places that as_strided counts are those of the part."""
+    """The caller gets eager's layout, and as_strided's offsets refer to the part's layout."""
 
     def returned(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         part = torch.ops.aten.copy(x[:, ::2], y)
@@ -121,7 +121,7 @@ def test_layouts_that_others_see_stay(compiled: Any) -> None:
 
 
 def test_the_next_piece_knows_the_layout(compiled: Any) -> None:
-    """Inductor's pieces on both sides of a copy, one of which reads it."""
+    """Inductor's pieces are on both sides of a copy, and one of them reads it."""
 
     def function(x: Tensor, y: Tensor) -> Tensor:
         part = torch.ops.aten.copy(x.double().float()[:, ::2], y * 2 + 1)

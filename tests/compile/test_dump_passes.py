@@ -1,4 +1,4 @@
-"""ARK_DUMP_PASSES: what each pass of the compiler leaves of each region, as files."""
+"""ARK_DUMP_PASSES: files with the state of each region after each pass of the compiler."""
 
 from __future__ import annotations
 

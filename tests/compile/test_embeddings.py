@@ -1,4 +1,4 @@
-"""Pooled embeddings next to an all-to-all become one operator: which forms are found, which are not, and bits stay."""
+"""Pooled embeddings with an all-to-all become one operator: which forms are found or not, and unchanged bits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Form = Callable[[Pooled, list[int], int], Any]  # pooled rows of this rank's tab
 
 
 def _stacked(pooled: Pooled, tables: list[int], _: int) -> Tensor:
-    """DLRM's: [bags, tables, columns] to all, and samples to the front."""
+    """DLRM's form: [bags, tables, columns] to all, then samples to the front."""
     y = funcol.all_to_all_single(torch.stack(pooled, 1), None, None, "0")
     world, count = len(tables), tables[0]
     return y.view(world, SAMPLES, count, COLUMNS).permute(1, 0, 2, 3).reshape(SAMPLES, world * count, COLUMNS)
@@ -44,7 +44,7 @@ def _table_first(pooled: Pooled, tables: list[int], _: int) -> Tensor:
 
 
 def _uneven(pooled: Pooled, tables: list[int], rank: int) -> Tensor:
-    """TorchRec's: a rank's tables side by side, flat, and what comes taken apart by ranks."""
+    """TorchRec's form: a rank's tables side by side and flat, and what arrives is split by ranks."""
     each = SAMPLES * COLUMNS
     got = [count * each for count in tables]
     y = funcol.all_to_all_single(torch.cat(pooled, 1).view(-1), got, [tables[rank] * each] * len(tables), "0")
@@ -84,7 +84,7 @@ def _by_table(pooled: Pooled, tables: list[int], _: int) -> Tensor:
 
 
 def _whole_tables(pooled: Pooled, _: list[int], __: int) -> Tensor:
-    """Each rank gets a table's bags of all samples: no samples of its own."""
+    """Each rank gets a table's bags of all samples: no rank has its own samples."""
     return funcol.all_to_all_single(torch.cat(pooled), None, None, "0").view(-1, COLUMNS)
 
 
@@ -97,7 +97,7 @@ LEFT: dict[str, tuple[Form, str]] = {
 
 
 def fused(told: list[str]) -> Any:
-    """A backend of torch.compile: the pass on the CPU, and nothing else."""
+    """Returns a backend of torch.compile that only runs the pass on the CPU."""
     from torch._dynamo.backends.common import aot_autograd
 
     from ark_torch.compile import decompositions, embeddings
@@ -142,7 +142,7 @@ def _compare(rank: Rank, form: Form, tables: list[int], dtype: torch.dtype, weig
         assert one.shape == other.shape
         if dtype == torch.float32 and kwargs["mode"] == "sum" and not weighted:
             assert torch.equal(one, other)
-        else:  # eager rounds half types and quotients elsewhere, and weighs with fused multiply-adds
+        else:  # eager rounds half types and quotients differently, and weighs with fused multiply-adds
             torch.testing.assert_close(one, other, rtol=2e-2 if dtype != torch.float32 else 1e-6, atol=2e-2)
     return told
 

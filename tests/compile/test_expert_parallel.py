@@ -1,4 +1,4 @@
-"""All-to-all, experts, all-to-all become one operator: which forms are found, which are not, and bits stay."""
+"""All-to-all, experts, all-to-all become one operator: which forms are found, which are not, and unchanged bits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [ark_only]
 
 
 def fused(told: list[str]) -> Any:
-    """A backend of torch.compile: the pass on the CPU, and nothing else."""
+    """Returns a backend of torch.compile that only runs the pass on the CPU."""
     from torch._dynamo.backends.common import aot_autograd
 
     from ark_torch.compile import decompositions, experts
@@ -92,7 +92,7 @@ def test_two_layers() -> None:
 
 
 def _on_cpus() -> None:
-    """The passes of backend="ark" look at CPU tensors."""
+    """Makes the passes of backend="ark" accept CPU tensors."""
     from ark_torch.compile import experts
 
     plain = experts.fuse
@@ -122,7 +122,7 @@ def _explained(rank: Rank) -> tuple[str, str, bool]:
 
 @pytest.mark.nightly
 def test_explained_and_run_by_ark() -> None:
-    """A graph whose sizes were read from tensors is static when it is fused, and the rest is a region."""
+    """A graph with sizes read from tensors becomes static when it is fused, and the rest becomes a region."""
     for found, left, same in run_ranks(_explained, 2):
         assert "ark.moe_feed_forward.default" in found and "symbolic" not in found, found
         assert "not fused with experts: its experts are no feed-forward networks" in left, left
@@ -151,7 +151,7 @@ def _slots_that_train(x: Any, gate: Any, w1: Any, w3: Any, w2: Any) -> Any:
 
 
 def _silent(x: Any, gate: Any, w1: Any, w3: Any, w2: Any) -> Any:
-    """As above, with weights that are made of parameters: left as it is."""
+    """Same as above, with weights computed from parameters: not fused."""
     return _slots_that_train(x, gate, w1 * 2, w3, w2)
 
 
@@ -182,7 +182,7 @@ def _trains(rank: Rank) -> dict[str, list[str]]:
 
 
 @pytest.mark.nightly
-@pytest.mark.limit(400)
+@pytest.mark.timeout(400)
 def test_graphs_that_train() -> None:
     for said in run_ranks(_trains, 2, timeout=300):
         assert len(said["_slots_that_train"]) == 1 and "ark.moe_experts.default" in said["_slots_that_train"][0], said
@@ -190,7 +190,7 @@ def test_graphs_that_train() -> None:
 
 
 def _unlike(rank: Rank) -> list[str]:
-    """Other numbers of tokens on each rank, and in each call: static graphs meet symbolic ones, which Inductor runs."""
+    """Other numbers of tokens on each rank and in each call: static graphs meet symbolic ones, which Inductor runs."""
     rank.init()
     torch.set_num_threads(1)
     _on_cpus()
@@ -205,7 +205,7 @@ def _unlike(rank: Rank) -> list[str]:
 
 
 @pytest.mark.nightly
-@pytest.mark.limit(400)
+@pytest.mark.timeout(400)
 def test_ranks_with_other_numbers_of_tokens() -> None:
     first, second = run_ranks(_unlike, 2, timeout=300)
     assert any("Inductor's graph: all_to_all_single_1: ark.moe_feed_forward.default" in one for one in second), second

@@ -1,4 +1,4 @@
-"""Mixtures of experts and recommenders: one region, nothing copied that was not chosen, errors beside Inductor's."""
+"""Mixtures of experts and recommenders: one region, only chosen rows are copied, errors compared with Inductor's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.launcher import run_ranks
 from support.rank import Rank
 from torch import Tensor, nn
 
-pytestmark = pytest.mark.limit(200)
+pytestmark = pytest.mark.timeout(200)
 
 
 def error(got: Tensor, right: Tensor) -> float:
@@ -23,7 +23,7 @@ def error(got: Tensor, right: Tensor) -> float:
 
 
 def beside_inductor(model: nn.Module, call: Any, arguments: tuple[Any, ...], right: Tensor) -> None:
-    """At most 1.5 times Inductor's error against float64, and a last place."""
+    """Allows 1.5 times Inductor's error against float64, plus one unit in the last place."""
     inductor = torch.compile(model, backend="inductor", dynamic=False)(*arguments)
     got = call(*arguments)
     assert torch.equal(got, call(*arguments)), "two runs differ"
@@ -46,7 +46,7 @@ def test_mixture_of_experts(tokens: tuple[int, ...], plan: str, compiled: Any) -
 
 @pytest.mark.quick
 def test_no_expert_is_copied(double: Any, compiled: Any) -> None:
-    """Matrices are read where they lie: by grouped products alone, no lookup makes a copy of one."""
+    """Grouped products read matrices in place. No lookup copies one."""
     model = models.Experts().eval()
     call, _ = compiled(model, fallback=False, minimum=1)
     call(torch.randn(5, 48))
@@ -60,7 +60,7 @@ def test_no_expert_is_copied(double: Any, compiled: Any) -> None:
 
 @pytest.mark.nightly
 def test_experts_in_bfloat16(compiled: Any) -> None:
-    """Tokens that choose the same two experts whatever is rounded, so that the rest can be compared."""
+    """Tokens that choose the same two experts under any rounding, so that the rest can be compared."""
     model = models.Experts().eval()
     model.gate.weight.data *= 8
     half = copy.deepcopy(model).to(torch.bfloat16)
@@ -75,7 +75,7 @@ def test_experts_in_bfloat16(compiled: Any) -> None:
 
 @pytest.mark.nightly
 def test_sorted_experts(plan: str, compiled: Any) -> None:
-    """Runs whose ends are known at run time; some experts have no rows."""
+    """Groups whose ends are known at run time. Some experts have no rows."""
     model = models.SortedExperts().to(torch.bfloat16).eval()
     call, report = compiled(model, fallback=False, minimum=1)
     for _ in range(2):
@@ -88,7 +88,7 @@ def test_sorted_experts(plan: str, compiled: Any) -> None:
 
 
 def fallback_of_transformers() -> Any:
-    """The operator that Hugging Face's experts use where `torch._grouped_mm` is not for them."""
+    """The operator that Hugging Face's experts use where `torch._grouped_mm` does not apply."""
     pytest.importorskip("transformers.integrations.moe", reason="this transformers has no grouped experts")
     return torch.ops.transformers.grouped_mm_fallback
 
@@ -96,7 +96,7 @@ def fallback_of_transformers() -> Any:
 @pytest.mark.by_day("float32")
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])
 def test_grouped_mm_of_transformers(name: str, compiled: Any) -> None:
-    """An expert without rows, rows behind the last, ends of either type, weights in both orders: one region."""
+    """An expert without rows, rows after the last group, ends of both types, weights in both layouts: one region."""
     operator, dtype = fallback_of_transformers(), getattr(torch, name)
     x, w = torch.randn(11, 24).to(dtype), torch.randn(4, 24, 20).to(dtype)
     turned = w.transpose(1, 2).contiguous().transpose(1, 2)
@@ -151,7 +151,7 @@ def test_mixtral_by_groups_is_one_region(compiled: Any) -> None:
 
 
 def test_loops_over_experts_fall_back(compiled: Any) -> None:
-    """Rows picked by nonzero() have sizes that only the data say: eager's numbers, whoever runs what."""
+    """The sizes of rows picked by nonzero() depend on the data. The results must be eager's."""
 
     def routed(x: Tensor, gate: Tensor, weights: Tensor) -> Tensor:
         chosen = (x @ gate).argmax(-1)
@@ -195,7 +195,7 @@ def _recommend(rank: Rank) -> None:
     assert group is not None
     part = recommender.Shard(copy.deepcopy(whole), group)
     call = torch.compile(part, backend="ark", dynamic=False, options={"choose": "ark", "fallback": False})
-    # Inductor's error is the same on any number of ranks, and its compiler takes long.
+    # Inductor's error is the same on any number of ranks, and its compilation is slow.
     alone = rank.world_size == 1
     other = torch.compile(part, backend="inductor", dynamic=False) if alone else part
     generator = torch.Generator().manual_seed(9)

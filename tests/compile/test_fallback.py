@@ -1,4 +1,4 @@
-"""What ark does not run, and what it says about that."""
+"""What ark does not run, and the reasons that it gives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from ark_torch import _C
 from ark_torch.errors import CompileError
 
-pytestmark = pytest.mark.limit(120)
+pytestmark = pytest.mark.timeout(120)
 
 
 def test_fallback_false_names_operator_module_and_line(double: Any, compiled: Any) -> None:
@@ -74,7 +74,7 @@ def test_right_all_the_same(name: str, plan: str, compiled: Any) -> None:
 
 
 def test_pooling_is_captured_before_inductor_is_loaded() -> None:
-    """In a process of its own, where nothing has been compiled: the pooling falls back, not the graph."""
+    """In a fresh process, where nothing has been compiled: only the pooling falls back, not the graph."""
     code = (
         "import torch, ark_torch\n"
         "model = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.MaxPool2d(2), torch.nn.SiLU(), torch.nn.Softplus())\n"
@@ -99,7 +99,7 @@ def test_random_numbers_are_inductors(plan: str, compiled: Any) -> None:
 
 
 def test_two_layers_around_an_operator(plan: str, compiled: Any) -> None:
-    """ark, Inductor, ark, with what both sides share, views across the cut and a mutated input on both sides."""
+    """ark, Inductor, ark, with shared inputs, views across the cut, and an input mutated on both sides."""
 
     def function(a: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         b = a * 2 + 1
@@ -145,7 +145,7 @@ class _NoCompiler:
 
 
 def test_without_a_compiler(compiled: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """One sentence, then Inductor."""
+    """One log line, then Inductor."""
     monkeypatch.setattr(_C, "plan", _NoCompiler, raising=False)
     call, report = compiled(lambda a: a * 2 + 1)
     with caplog.at_level(logging.WARNING, "ark_torch.compile"):

@@ -1,4 +1,4 @@
-"""Calls that go past AOTAutograd's wrappers: when they do, when they do not, and that the results are the same."""
+"""Calls that bypass AOTAutograd's wrappers: when they do, when they do not, and equal results."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from ark_torch.compile import fast_call
 
-pytestmark = [pytest.mark.quick, pytest.mark.limit(120)]
+pytestmark = [pytest.mark.quick, pytest.mark.timeout(120)]
 
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each compiled graph: whether its calls go straight."""
+    """Records for each compiled graph whether its calls bypass the wrappers."""
     ways: list[bool] = []
     around = fast_call.around
 
@@ -57,7 +57,7 @@ def test_what_needs_the_wrappers(compiled: Any, taken: list[bool]) -> None:
     with torch.autocast("cpu"):
         torch.testing.assert_close(call(x, x), (torch.sin(x) + x) * 2)
     assert taken == [False, False]
-    torch.testing.assert_close(call(x, x), (torch.sin(x) + x) * 2)  # one tensor twice
+    torch.testing.assert_close(call(x, x), (torch.sin(x) + x) * 2)  # the same tensor twice
 
 
 def test_inference_mode_and_swapped_parameters(compiled: Any) -> None:

@@ -1,5 +1,6 @@
-"""The host's compiler as programs meet it: named by CXX, missing, failing, killed, asked by many at once; and a cache
-that holds what cannot be loaded. Processes of their own, since a process keeps the compiler that it began with.
+"""The host compiler as programs see it: named by CXX, missing, failing, killed, used by many at once.
+
+Also a cache with files that cannot be loaded. Each test starts new processes, because a process keeps its compiler.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def script(folder: Path, text: str) -> str:
 
 
 def counting(folder: Path) -> str:
-    """The real one, which notes what it is asked for."""
+    """The real compiler, which also records its calls."""
     real = next(path for name in ("c++", "g++", "clang++") if (path := shutil.which(name)))
     return script(folder, f'echo "$*" >> {folder}/asked; exec {real} "$@"')
 
@@ -65,7 +66,7 @@ def test_many_processes_compile_once_and_a_cache_that_does_not_load_is_replaced(
         out, told = process.communicate(timeout=200)
         assert out == "right\n", told
     assert compiled(tmp_path) == 1 and "-DFROM_CXX" in (tmp_path / "asked").read_text()
-    # As if another machine had written it: the hash is right, the loader refuses it.
+    # As if from another machine: the hash is correct, but the loader refuses it.
     (library,) = (tmp_path / "cache").glob("*.so")
     meta = library.with_suffix(".meta.json")
     was = meta.read_text()
@@ -84,7 +85,7 @@ COMPILERS = {
         'case "$*" in *plan.so*) echo plan.cpp:1: error: no; exit 1;; esac; exit 0',
         "failed (exit status 1): plan.cpp:1: error: no",
     ),
-    # As /bin/false of coreutils, whose text about itself is no error message.
+    # Like coreutils' /bin/false, whose version text is not an error message.
     "no compiler": ("echo Written by nobody; exit 1", "asked for its --version, failed with exit status 1"),
     "killed": ('case "$*" in *plan.so*) kill -9 $$;; esac; exit 0', "was killed by signal 9"),
 }
@@ -93,7 +94,7 @@ COMPILERS = {
 @pytest.mark.changed("csrc/jit/*", "ark_torch/_jit.py")
 @pytest.mark.parametrize("name", COMPILERS)
 def test_without_a_compiler_that_works(name: str, tmp_path: Path) -> None:
-    """One sentence and the right answer; an error only where the user wants no fallback."""
+    """One log line and the correct result. It is an error only if the user allows no fallback."""
     text, reason = COMPILERS[name]
     cxx = "/no/such/compiler" if text is None else script(tmp_path, text)
     both = [start(tmp_path, cxx), start(tmp_path, cxx, fallback=False)]

@@ -1,7 +1,7 @@
-"""Hugging Face's models from small configurations with random weights: Llama with a static cache, BERT, GPT-2.
+"""Hugging Face models in small configurations with random weights: Llama with a static cache, BERT, GPT-2.
 
-They meet the compiler with forms of their own: masks made of ranges and lookups, keys and values repeated for every
-head, rotary embeddings by slices and computed in the step, a position that the cache counts itself.
+They have their own forms: masks made of ranges and lookups, keys and values repeated for every head, rotary embeddings
+computed by slices in the step, and a position that the cache counts itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed (make setup does): models of Hugging Face are not tested"
 )
 
-pytestmark = pytest.mark.limit(300)
+pytestmark = pytest.mark.timeout(300)
 
 MAX_LEN, PROMPT, BLOCK = 128, 7, 64  # attention goes over its keys in blocks of BLOCK
 
@@ -40,7 +40,7 @@ def llama(dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
 
 
 def cache_of(model: Any, dtype: torch.dtype = torch.float32, batch: int = 1, max_len: int = MAX_LEN) -> Any:
-    """Its tensors exist from the beginning, or the first call would make them in its graph."""
+    """The cache's tensors exist from the start. Otherwise the first call would create them in its graph."""
     config = model.config
     cache = transformers.StaticCache(config=config, max_cache_len=max_len)
     cache.early_initialization(batch, config.num_key_value_heads, config.head_dim, dtype, "cpu")
@@ -56,7 +56,7 @@ def prompt(batch: int = 1, length: int = PROMPT) -> Tensor:
 
 
 def greedy(model: Any, cache: Any, tokens: int) -> tuple[list[int], Tensor]:
-    """The tokens, and the logits that each was taken from."""
+    """Returns the tokens, and the logits that each was taken from."""
     step, chosen, seen = prompt(), [], []
     for _ in range(tokens):
         logits = model(input_ids=step, past_key_values=cache).logits[:, -1]
@@ -67,8 +67,10 @@ def greedy(model: Any, cache: Any, tokens: int) -> tuple[list[int], Tensor]:
 
 
 def test_llama_at_every_position(compiled: Any) -> None:
-    """Eager's tokens until the cache is full, by one kernel for the prompt and one for all steps; the cache is written
-    where it lies, and beyond the block of positions in use it is not even read (it holds NaN there)."""
+    """Gives eager's tokens until the cache is full, with one kernel for the prompt and one for all steps.
+
+    The cache is written in place. Beyond the blocks in use it is not even read (it holds NaN there).
+    """
     model = llama()
     wanted, logits = greedy(model, cache_of(model), MAX_LEN - PROMPT + 1)
     assert len(wanted) > 50
@@ -82,7 +84,7 @@ def test_llama_at_every_position(compiled: Any) -> None:
     torch.testing.assert_close(first, logits[: len(first)], rtol=1e-4, atol=1e-5)
     assert all(bool(tensor[:, :, BLOCK:].isnan().all()) for tensor in tensors_of(cache))
     assert places == [tensor.data_ptr() for tensor in tensors_of(cache)]
-    # The same kernels over the rest, from the beginning on.
+    # The same kernels over the rest, from the beginning.
     cache = cache_of(model)
     got, second = greedy(call, cache, len(wanted))
     assert got == wanted and torch.equal(first, second[: len(first)])
@@ -92,7 +94,7 @@ def test_llama_at_every_position(compiled: Any) -> None:
 
 @pytest.mark.quick
 def test_llama_touches_no_whole_cache(double: Any, compiled: Any) -> None:
-    """A step scatters into each cache and attends to it; nothing copies it, nothing repeats it for every head."""
+    """A step scatters into each cache and attends to it. Nothing copies it or repeats it for every head."""
     model = llama()
     call, _ = compiled(model, dynamic=False, fallback=False)
     call(input_ids=prompt(1, 1), past_key_values=cache_of(model))
@@ -113,7 +115,7 @@ def test_llama_touches_no_whole_cache(double: Any, compiled: Any) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("dtype, layers", [(torch.float32, 2), (torch.bfloat16, 1)])
 def test_llama_error(compiled: Any, dtype: torch.dtype, layers: int) -> None:
-    """The prompt (of float32 only, for the time that it takes) and three steps."""
+    """The prompt (in float32 only, to save time) and three steps."""
     model = llama(dtype, num_hidden_layers=layers)
 
     def run(model_: Any, dtype_: torch.dtype) -> list[Tensor]:
@@ -129,7 +131,7 @@ def test_llama_error(compiled: Any, dtype: torch.dtype, layers: int) -> None:
 
 
 def padded(model: Any, prototype: Any) -> list[Tensor]:
-    """A batch whose first text is shorter, then two steps; the mask grows in a tensor of fixed size."""
+    """A batch whose first text is shorter, then two steps. The mask grows in a tensor of fixed size."""
     cache, ids = cache_of(prototype, batch=2, max_len=32), prompt(2)
     present = torch.zeros(2, 32, dtype=torch.int64)
     present[:, :PROMPT] = 1
@@ -167,7 +169,7 @@ def test_generate(compiled: Any) -> None:
 
 @pytest.mark.nightly
 def test_llama_with_other_weights(compiled: Any) -> None:
-    """param.data swapped, load_state_dict: the same kernel, right numbers. .to(): another kernel."""
+    """After param.data is swapped or load_state_dict: the same kernel, correct numbers. After .to(): another kernel."""
     model = llama()
     eager = copy.deepcopy(model)
     call, report = compiled(model, dynamic=False)
@@ -234,14 +236,14 @@ def test_gpt2(compiled: Any) -> None:
     report = exactness.check(
         model, lambda model_, _: [model_(input_ids=prompt(2, 16), use_cache=False).logits], compiled
     )
-    # Counting the texts that a sequence packs is a cumulative sum, which falls back alone.
+    # A cumulative sum counts the texts packed in a sequence. Only that falls back.
     assert {f.operator for f in report.fallbacks} <= {"aten.cumsum.default"}
     assert report.graphs[0].nodes > 80 and sum(piece.nodes for piece in report.regions) >= report.graphs[0].nodes - 1
 
 
 @pytest.mark.nightly
 def test_gpt2_training(compiled: Any) -> None:
-    """20 steps through the fallback: eager's numbers within rounding."""
+    """20 steps through the fallback give eager's numbers within rounding."""
     losses, weights = [], []
     for compile_it in (False, True):
         torch.manual_seed(3)

@@ -1,4 +1,4 @@
-"""Mutated inputs: written where they lie when nobody can tell, and right in any case."""
+"""Mutated inputs: written in place if that cannot be noticed, and correct in any case."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ark_torch.errors import UnsupportedGraph
 
-pytestmark = pytest.mark.limit(120)
+pytestmark = pytest.mark.timeout(120)
 
 
 def put(cache: Tensor, i: Tensor, v: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ def test_update(name: str, strided: bool, plan: str, compiled: Any) -> None:
 
 
 def test_two_views_of_one_tensor(plan: str, compiled: Any) -> None:
-    """AOTAutograd merges inputs that overlap; what is written through one is seen through the other."""
+    """AOTAutograd merges overlapping inputs: a write through one is seen through the other."""
 
     def function(a: Tensor, b: Tensor) -> Tensor:
         a.add_(1)
@@ -135,7 +135,7 @@ def test_two_views_of_one_tensor(plan: str, compiled: Any) -> None:
 
 
 def test_parts_of_one_tensor(plan: str, compiled: Any) -> None:
-    """They interleave without overlapping."""
+    """The parts interleave without overlapping."""
 
     def function(a: Tensor, b: Tensor) -> Tensor:
         a.add_(1)
@@ -164,8 +164,10 @@ def test_halves_of_one_cache(compiled: Any) -> None:
 
 
 def test_arguments_that_overlap(compiled: Any) -> None:
-    """Nothing guards that they lie apart, as those did that were compiled for: the call runs Dynamo's graph, operator
-    by operator in the program's order; or says so, as a region by itself does."""
+    """No guard checks that arguments do not overlap, as they did not at compile time.
+
+    The call then runs Dynamo's graph, operator by operator in program order. A region by itself raises an error.
+    """
 
     def step(k: Tensor, v: Tensor, at: Tensor, x: Tensor) -> Tensor:
         k.index_copy_(0, at, x * 2)
@@ -191,7 +193,7 @@ def test_arguments_that_overlap(compiled: Any) -> None:
 
 @pytest.mark.parametrize("cut", [False, True])
 def test_arguments_that_overlap_only_later(compiled: Any, cut: bool) -> None:
-    """What is read of one, after the other was written, is what was written (PyTorch issue 139789)."""
+    """A read of one argument, after the other was written, gets the written data (PyTorch issue 139789)."""
 
     def function(a: Tensor, b: Tensor) -> Tensor:
         a.add_(5)
@@ -266,7 +268,7 @@ def test_same_tensor_twice(plan: str, compiled: Any) -> None:
 
 
 def test_counter(plan: str, compiled: Any) -> None:
-    """An int64 number that each step raises, as Hugging Face's cache has one."""
+    """An int64 number that each step increments, as in Hugging Face's cache."""
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:

@@ -1,5 +1,7 @@
-"""Compiled regions for processors with fewer instructions than this one: eager's numbers with 8 lanes (AVX, AVX2) and
-with vectors wider than registers (SSE)."""
+"""Compiled regions for processors with fewer instructions than this one give eager's numbers.
+
+They have 8 lanes (AVX, AVX2), or vectors wider than registers (SSE).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from support import start
 from torch import Tensor
 
 pytestmark = [
-    pytest.mark.limit(300),
+    pytest.mark.timeout(300),
     pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86-64"),
 ]
 
@@ -28,7 +30,7 @@ WITHOUT = {
 
 
 def compiler(folder: Path, name: str) -> str:
-    """Flags behind -march=native, which a CXX with flags of its own would put before it."""
+    """Adds flags after -march=native. Flags in CXX itself would come before it."""
     folder.mkdir()
     script = folder / "g++"
     script.write_text(f'#!/bin/sh\nexec {shutil.which("g++")} "$@" {WITHOUT[name]}\n')
@@ -37,13 +39,13 @@ def compiler(folder: Path, name: str) -> str:
 
 
 def decoded(codes: Tensor, scales: Tensor) -> Tensor:
-    """Of 4 bits, in groups of 32."""
+    """Decodes 4 bits in groups of 32."""
     whole = torch.stack((codes & 15, codes >> 4), -1).view(codes.shape[0], -1, 32)
     return ((whole.float() - 8) * scales[:, :, None]).flatten(1)
 
 
 def everything(x: Tensor, y: Tensor, n: Tensor, half: Tensor, q: Tensor, *coded: Tensor) -> list[Tensor]:
-    """Sizes that are no multiple of any vector's; every element type; sums, products, attention and what selects."""
+    """Sizes that are no multiple of any vector, every element type, sums, products, attention and selection."""
     mask = x > 0.25
     signed, small, codes = coded
     return [
@@ -74,7 +76,7 @@ def everything(x: Tensor, y: Tensor, n: Tensor, half: Tensor, q: Tensor, *coded:
 
 
 def main() -> None:
-    """In a process of its own: which compiler there is, is asked once."""
+    """Runs in a separate process, because a process determines its compiler only once."""
     torch.manual_seed(0)
     given = (
         torch.randn(13, 37),

@@ -1,6 +1,6 @@
-"""Integers wrap around at the ends of their range, as in eager PyTorch: no compiler may reason that they do not.
+"""Integers wrap around as in eager PyTorch. No compiler may assume that they do not overflow.
 
-Shifts follow PyTorch's rule for counts below 0 or of the width and more: 0, or the sign.
+Shifts follow PyTorch's rule for negative counts and counts of at least the width: 0, or the sign.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ COUNTS = [-(2**31), -1, 0, 1, 31, 32, 33, 63, 64, 70, 127]
 
 
 def wrapping(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-    """Each can be decided without arithmetic by a compiler that takes overflow for impossible."""
+    """A compiler that assumes no overflow could decide each of these without arithmetic."""
     return (
         (x + y) > x,
         (x + 1) > x,
@@ -45,7 +45,7 @@ def check_wrapping(dtype: torch.dtype, compiled: Any, device: str) -> None:
 
 
 def check_shifts(dtype: torch.dtype, device: str) -> None:
-    """Constant counts, and those of a tensor, which the type holds."""
+    """Constant counts, and counts in a tensor, as far as the type can represent them."""
     info = torch.iinfo(dtype)
     x = torch.tensor([info.min, info.min + 1, info.max // 2, 3, 1, info.max], dtype=dtype, device=device)
     held = [c for c in COUNTS if info.min <= c <= info.max]
@@ -82,5 +82,5 @@ def check_negative_powers(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_negative_powers_are_refused(dtype: torch.dtype) -> None:
-    """As by eager PyTorch."""
+    """As in eager PyTorch."""
     check_negative_powers(dtype, "cpu")

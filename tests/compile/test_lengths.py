@@ -1,4 +1,4 @@
-"""Encoders whose calls have many lengths: the second length makes one graph for all of them, whoever runs it."""
+"""Encoders with many sequence lengths: the second length makes one graph for all of them, on any backend."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from ark_torch.compile import build, capture, inductor_fallback
 
-pytestmark = pytest.mark.limit(200)
+pytestmark = pytest.mark.timeout(200)
 
 LENGTHS = (17, 23, 5, 64, 33, 48, 12, 90, 77, 31, 96, 8, 55, 61, 3, 40, 19, 82, 27, 99)
 
 
 class Encoder(nn.Module):
-    """Two layers with attention over all positions, or those of a mask, and a mean over them."""
+    """Two layers with attention over all positions or those of a mask, and a mean over them."""
 
     def __init__(self, dim: int = 32, heads: int = 4) -> None:
         super().__init__()
@@ -61,8 +61,11 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 @pytest.mark.by_day("True")
 @pytest.mark.parametrize("masked", [False, True])
 def test_twenty_lengths_are_two_graphs(masked: bool, compilations: dict[str, int]) -> None:
-    """The first length's, and one for every other. Without a mask argument nothing may be added to a sequence; with one
-    the padding of a batch that the caller made does not reach the result, whatever stands there."""
+    """One graph for the first length, and one for all others.
+
+    Without a mask argument nothing may be added to a sequence. With one, the caller's padding must not affect the
+    result, whatever it contains.
+    """
     model = Encoder().eval()
     compiled = torch.compile(model, backend="ark")
     for length in LENGTHS:
@@ -78,7 +81,7 @@ def test_twenty_lengths_are_two_graphs(masked: bool, compilations: dict[str, int
         torch.testing.assert_close(compiled(other, mask), got, rtol=0, atol=1e-6)
         short = ids[1:, : (length + 1) // 2]
         torch.testing.assert_close(got[1:], model(short), rtol=1e-4, atol=1e-5)
-    # The first one's regions are compiled only if it is called again.
+    # The first graph's regions are compiled only if it is called again.
     assert compilations["by Inductor"] == 2 and compilations["regions"] <= 1, compilations
 
 

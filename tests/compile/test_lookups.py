@@ -1,5 +1,4 @@
-"""Lookups by several dimensions at once, as the masks and positions of Hugging Face's models make them; memory that
-nobody has written."""
+"""Lookups in several dimensions at once, as in the masks and positions of Hugging Face models; uninitialized memory."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from ark_torch.errors import IndexOutOfRange
 
-pytestmark = [pytest.mark.quick, pytest.mark.limit(120)]
+pytestmark = [pytest.mark.quick, pytest.mark.timeout(120)]
 
 
 def numbers(*shape: int) -> Tensor:
@@ -63,7 +62,7 @@ def test_lookups_in_one_kernel(compiled: Any) -> None:
 
 
 def test_an_index_out_of_range_is_told(compiled: Any) -> None:
-    """Another dimension must not make it fit; the message is the user's number and dimension, as eager's is."""
+    """Another dimension must not hide it. The message has the user's index and dimension, like eager's."""
     call, report = compiled(lambda a, i, j: a[:, i, j] + 1, fallback=False)
     table = numbers(2, 3, 4)
     for i, j, told in ((0, 4, (4, 2, 4)), (0, -5, (-5, 2, 4)), (3, 0, (3, 1, 3)), (-4, 1, (-4, 1, 3))):
@@ -84,7 +83,7 @@ def test_handlers_of_either_class_catch_an_index_out_of_range(compiled: Any) -> 
 
 @pytest.mark.parametrize("offsets", [[0, 3, 2, 4], [1, 2, 3, 4], [0, 2, 9, 9], [0, -1, 2, 3]], ids=str)
 def test_offsets_that_no_bags_have(offsets: list[int], compiled: Any) -> None:
-    """Told as what they are, not as an index of the table."""
+    """The error is about the offsets, not about an index of the table."""
     call, report = compiled(lambda w, i, o: torch.nn.functional.embedding_bag(i, w, o, mode="sum") * 2)
     table, index = numbers(10, 4), torch.arange(6)
     call(table, index, torch.tensor([0, 2, 2, 6]))

@@ -1,4 +1,4 @@
-"""Weight-only int8, int4 and float8: every form of decoding that is followed, what is not, and values."""
+"""Weight-only int8, int4 and float8: every supported form of decoding, unsupported forms, and values."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
-from llama.quantized import quantize  # lies in examples/
+from llama.quantized import quantize  # in examples/
 
-pytestmark = pytest.mark.limit(200)
+pytestmark = pytest.mark.timeout(200)
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def right_of(model: nn.Module, x: Tensor) -> Tensor:
-    """In float64, of codes and scales as they are."""
+    """Computes in float64, with unchanged codes and scales."""
     right: Tensor = model(x.double())
     return right
 
@@ -36,8 +36,7 @@ def error(got: Tensor, right: Tensor) -> float:
 @pytest.mark.by_day("cpp-int4, zeros", "cpp-int8, scaled", "cpp-float8, scaled")
 @pytest.mark.parametrize("name", FORMS)
 def test_every_form(name: str, plan: str, compiled: Any) -> None:
-    """One region, named in the report, for one row to many of each type; the error is beside Inductor's and
-    eager's."""
+    """One region, named in the report, for one and many rows of each type. Errors are like Inductor's or eager's."""
     model, told = coded(name, 37)
 
     def call(*rows: Tensor) -> list[Tensor]:
@@ -47,13 +46,13 @@ def test_every_form(name: str, plan: str, compiled: Any) -> None:
     ours, report = compiled(call, fallback=False, minimum=1)
     got, again = ours(*rows), ours(*rows)
     theirs = [*torch.compile(call, backend="inductor", dynamic=False)(*rows[:4:3]), *call(*rows[1:3], *rows[4:])]
-    theirs.insert(3, theirs.pop(1))  # Inductor's of one row and of many in bfloat16, eager's of the others
+    theirs.insert(3, theirs.pop(1))  # Inductor's for one row and for many in bfloat16, eager's for the others
     assert len(report.regions) == 1 and not report.fallbacks
     assert report.graphs[0].weights == [f"{len(rows)} times: product of {told}"]
     for x, one, other, beside in zip(rows, got, again, theirs, strict=True):
         right = F.relu(right_of(model, x))
         assert one.dtype == x.dtype and torch.equal(one, other)
-        places = 4 if x.dtype == torch.float32 else 1  # of float32 the order of a sum has as many
+        places = 4 if x.dtype == torch.float32 else 1  # in float32 the order of a sum matters that much
         place = torch.finfo(x.dtype).eps * float(right.abs().max())
         assert one.shape == beside.shape
         assert error(one, right) <= 1.5 * error(beside, right) + places * place, (x.dtype, x.shape)
@@ -62,7 +61,7 @@ def test_every_form(name: str, plan: str, compiled: Any) -> None:
 @pytest.mark.by_day("int4")
 @pytest.mark.parametrize("form", ["int8", "int4", "float8"])
 def test_a_quantized_llama_is_one_region(form: str, compiled: Any) -> None:
-    """Decoding with every linear layer coded: nothing falls back, and logits are beside eager's."""
+    """Decoding with every linear layer quantised: nothing falls back, and logits are close to eager's."""
     model = models.Llama(models.Config(256, 1, 4, 2, 512, 64, 32), 1, torch.bfloat16).eval()
     quantize(model, form)
     exact, eager = copy.deepcopy(model).double(), copy.deepcopy(model)
@@ -78,7 +77,7 @@ def test_a_quantized_llama_is_one_region(form: str, compiled: Any) -> None:
 
 
 def test_a_bias_behind_is_one_node(double: Any, compiled: Any) -> None:
-    """Through views; of groups' codes, too."""
+    """Through views, also for grouped codes."""
     model, _ = coded("int4, zeros", 24)
     x, bias = torch.randn(2, 3, 256), torch.randn(24)
 
@@ -106,7 +105,7 @@ def test_a_scale_behind_is_one_node(double: Any, compiled: Any) -> None:
 
 
 def test_what_is_read_twice_is_computed_as_it_stands(compiled: Any) -> None:
-    """A product without its scale that others read, too; a scale of rows; a bias that is a matrix."""
+    """A product with another reader before its scale, a scale of rows, a bias that is a matrix."""
     model, _ = coded("int8, no scale", 24)
     rows, matrix, scale = torch.rand(6, 1), torch.randn(6, 24), torch.rand(24)
 
@@ -120,7 +119,7 @@ def test_what_is_read_twice_is_computed_as_it_stands(compiled: Any) -> None:
         torch.testing.assert_close(got, right, rtol=1e-4, atol=2e-3)
 
 
-SCALES = torch.rand(24, 2, 1)  # of groups of 48
+SCALES = torch.rand(24, 2, 1)  # for groups of 48
 FALLS_BACK = {
     "groups of 48": (
         lambda x, w: F.linear(x, (w.view(24, 2, 48).float() * SCALES).view(24, 96)),
@@ -176,7 +175,7 @@ def test_a_weight_that_others_read_is_computed(compiled: Any) -> None:
 
 
 def test_a_piece_of_inductors_decodes_for_itself(compiled: Any) -> None:
-    """A product that is too few operators for a region takes what decodes its weight along."""
+    """A product that is too small for a region takes its decoding along."""
     model, told = coded("int4, zeros", 24)
 
     def call(x: Tensor) -> Tensor:
@@ -196,7 +195,7 @@ CAPABILITY = torch.backends.cpu.get_cpu_capability()
 @pytest.mark.skipif(CAPABILITY not in ("AVX512", "AVX2"), reason="PyTorch packs in another order there")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.nightly)])
 def test_what_pytorch_packs_for_cpus(dtype: torch.dtype, plan: str, compiled: Any) -> None:
-    """As torchao calls it, with a bias behind; other widths are PyTorch's."""
+    """As torchao calls it, followed by a bias. Other widths stay with PyTorch."""
     codes = torch.randint(0, 16, (192, 256), dtype=torch.int32)
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 2)
     scales, bias = torch.rand(2, 192, 2).to(dtype), torch.randn(192).to(dtype)

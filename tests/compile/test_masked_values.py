@@ -1,4 +1,4 @@
-"""NaN and infinity in keys and values that attention's mask leaves out, and in those that it does not."""
+"""NaN and infinity in keys and values, at positions that attention's mask excludes and at others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def given(which: str, value: float, position: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_exact_is_eager(form: str, compiled: Any) -> None:
-    """Everything else of the graph stays ark's."""
+    """The rest of the graph stays on ark."""
     attend = FORMS[form]
     call, report = compiled(lambda q, k, v: attend(q * 2, k, v).relu() + 1, nan="exact")
     for which in ("key", "value"):
@@ -42,7 +42,7 @@ def test_exact_is_eager(form: str, compiled: Any) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_positions_in_use_hide_nothing(form: str, compiled: Any) -> None:
-    """Position 3 counts for the queries from it on; the result of each of them is NaN as eager PyTorch's is."""
+    """Position 3 counts for the queries from it on. Their results are NaN, as in eager PyTorch."""
     attend = FORMS[form]
     call, report = compiled(lambda q, k, v: attend(q, k, v) + 0)
     for which in ("key", "value"):

@@ -1,4 +1,4 @@
-"""Whole models: one region where everything is supported, the same numbers as eager, caches where they lie."""
+"""Whole models: one region if everything is supported, the same numbers as eager, caches updated in place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import reference
 import torch
 import torch.nn.functional as F
 
-pytestmark = pytest.mark.limit(200)
+pytestmark = pytest.mark.timeout(200)
 
 
 def decode(model: Any, eager: models.Llama, position: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,7 +29,7 @@ def llama(dtype: torch.dtype = torch.float32, **config: int) -> tuple[models.Lla
 @pytest.mark.quick
 @pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
 def test_decode_at_every_position(plan: str, compiled: Any, dtype: torch.dtype, close: float) -> None:
-    """One compilation serves all positions; each step writes its own position of the caches and nothing else."""
+    """One compilation serves all positions. Each step writes only its own position of the caches."""
     model, eager = llama(dtype)
     call, report = compiled(model, fallback=False)
     pointers = [cache.data_ptr() for cache in model.caches()]
@@ -47,7 +47,7 @@ def test_decode_at_every_position(plan: str, compiled: Any, dtype: torch.dtype, 
 
 
 def test_fifty_greedy_tokens(compiled: Any) -> None:
-    """A prompt, then each token from the one before; eager's decisions are none that rounding could turn."""
+    """A prompt, then each token from the previous one. No rounding could change eager's decisions."""
     model, eager = llama(max_len=64)
     call, report = compiled(model, fallback=False)
     lines: list[list[int]] = []
@@ -66,7 +66,7 @@ def test_fifty_greedy_tokens(compiled: Any) -> None:
 
 @pytest.mark.quick
 def test_decode_reads_and_writes_no_whole_cache(double: Any, compiled: Any) -> None:
-    """Caches are touched by scatter and attention alone."""
+    """Only scatter and attention access the caches."""
     model, eager = llama()
     call, _ = compiled(model)
     decode(call, eager, 0)
@@ -80,10 +80,10 @@ def test_decode_reads_and_writes_no_whole_cache(double: Any, compiled: Any) -> N
         if graph.values[value]["buffer"] in caches
     }
     assert ops == {"scatter", "attention"}
-    # The mask reaches attention as the comparison that it is, not as the numbers that PyTorch makes of it.
+    # The mask reaches attention as a comparison, not as the numbers that PyTorch makes of it.
     masks = [graph.values[node["inputs"][3]] for node in graph.nodes if node["op"] == "attention"]
     assert [mask["dtype"] for mask in masks] == [torch.bool] * model.config.layers
-    # index_copy refuses indices that count from the end, so nothing puts them right.
+    # index_copy refuses negative indices, so nothing corrects them.
     assert "where" not in graph.ops()
     weights = sum(buffer["parameter"] for buffer in graph.buffers)
     assert weights == len(list(model.parameters())) + 3  # and cos, sin, positions
@@ -102,7 +102,7 @@ def test_prefill_then_decode(plan: str, compiled: Any) -> None:
 
 @pytest.mark.nightly
 def test_weights_that_change_after_compiling(plan: str, compiled: Any) -> None:
-    """param.data swapped, load_state_dict, .to(): right numbers or a new kernel, never those of old weights."""
+    """param.data swapped, load_state_dict, .to(): correct numbers or a new kernel, never the old weights."""
     model, eager = llama()
     call, report = compiled(model)
 
@@ -149,7 +149,7 @@ def test_decoder(plan: str, compiled: Any) -> None:
 
 
 def test_transposed_convolutions_fall_back(plan: str, compiled: Any) -> None:
-    """The convolutions run on Inductor, what lies between them on ark."""
+    """The convolutions run on Inductor, the operators between them on ark."""
     model = models.ResidualBlock(transposed=True).eval()
     call, report = compiled(model)
     x = torch.randn(2, 8, 9, 9)
@@ -161,7 +161,7 @@ def test_transposed_convolutions_fall_back(plan: str, compiled: Any) -> None:
 
 @pytest.mark.nightly
 def test_training_is_inductors(compiled: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """20 steps of the same training: Inductor's numbers, with the reason in the report and said once."""
+    """20 training steps give Inductor's numbers. The reason is in the report and logged once."""
     with torch.enable_grad():
         results = []
         for backend in ("inductor", "ark"):
@@ -180,7 +180,7 @@ def test_training_is_inductors(compiled: Any, caplog: pytest.LogCaptureFixture) 
                 loss.backward()
                 optimizer.step()
             results.append((loss.item(), [p.detach().clone() for p in model.parameters()]))
-    # Not to the bit: Inductor's threads add the gradient of the embedding in any order.
+    # Not bit for bit: Inductor's threads add the gradient of the embedding in any order.
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
     for one, other in zip(results[0][1], results[1][1], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
@@ -190,7 +190,7 @@ def test_training_is_inductors(compiled: Any, caplog: pytest.LogCaptureFixture) 
 
 
 def test_grad_on_without_anything_to_train(double: Any, compiled: Any) -> None:
-    """No input requires a gradient: that is inference, whatever the grad mode."""
+    """If no input requires a gradient, it is inference in any grad mode."""
     model, _ = llama()
     model.requires_grad_(False)
     call, report = compiled(model)
@@ -212,7 +212,7 @@ def test_inference_mode(double: Any, compiled: Any) -> None:
 
 @pytest.mark.nightly
 def test_dynamic_shapes_fall_back_once(plan: str, compiled: Any) -> None:
-    """The second length makes sizes symbolic: Inductor's graph then serves all lengths, no recompile each."""
+    """The second length makes sizes symbolic. Inductor's graph then serves all lengths without recompiling."""
     model = models.Decoder().eval()
     call, report = compiled(model)
     for length in (5, 6, 7, 8, 9, 10, 11):

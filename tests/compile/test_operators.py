@@ -1,4 +1,4 @@
-"""Every operator that has a lowering, against eager PyTorch: types, broadcasting, odd strides, single numbers."""
+"""Every operator with a lowering, compared with eager PyTorch: types, broadcasting, odd strides, single numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-pytestmark = pytest.mark.limit(200)
+pytestmark = pytest.mark.timeout(200)
 
 f32, bf16, f16, i64, i32 = torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32
 
@@ -245,7 +245,7 @@ CASES = {**POINTWISE, **REDUCTIONS, **PRODUCTS, **INDEXING, **cases_indexed.CASE
 
 
 def tolerance(dtype: torch.dtype) -> dict[str, float]:
-    # Half types: one rounding may fall the other way where eager rounds between and the graph does not.
+    # Half types: one rounding may differ if eager rounds in between and the graph does not.
     return {bf16: dict(rtol=1.6e-2, atol=1e-2), f16: dict(rtol=2e-3, atol=1e-3)}.get(dtype, dict(rtol=1e-5, atol=2e-6))
 
 
@@ -266,7 +266,7 @@ def compare(got: Any, wanted: Any, name: str) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("name", CASES)
 def test_lowered(name: str, double: Any, compiled: Any) -> None:
-    """Each operator alone, its lowered graph run by PyTorch."""
+    """Each operator alone. PyTorch runs its lowered graph."""
     function, make = CASES[name]
     arguments = make()
     wanted = function(*arguments)
@@ -281,7 +281,7 @@ GROUPS = [list(CASES)[i::12] for i in range(12)]
 
 @pytest.mark.parametrize("group", range(len(GROUPS)))
 def test_kernel(group: int, compiled: Any) -> None:
-    """Many operators in one kernel, side by side: what is fused with what, tiled and ordered how is the planner's."""
+    """Many operators in one kernel. The planner decides fusion, tiles and order."""
     functions = [CASES[name][0] for name in GROUPS[group]]
     arguments = [CASES[name][1]() for name in GROUPS[group]]
 

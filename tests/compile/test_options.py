@@ -1,4 +1,4 @@
-"""Modes and options: what is not known is refused with the names of what is; the table is what Options holds."""
+"""Modes and options: unknown ones are refused with the names of known ones, and the table matches Options."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def test_a_mode_that_is_nearly_one() -> None:
 
 
 def test_the_package_is_not_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.compile(backend="ark_torch") finds an entry point whose loading says what the backend is called."""
+    """torch.compile(backend="ark_torch") finds an entry point that raises an error with the backend's name."""
     entry = importlib.metadata.EntryPoint("ark_torch", "ark_torch.compile:ark_torch", "torch_dynamo_backends")
     pyproject = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text(encoding="utf-8")
     assert f'{entry.name} = "{entry.value}"' in pyproject.partition("torch_dynamo_backends")[2]
-    torch._dynamo.list_backends()  # which finds the entry points
+    torch._dynamo.list_backends()  # finds the entry points
     monkeypatch.setitem(torch._dynamo.backends.registry._BACKENDS, "ark_torch", entry)
     with pytest.raises(InvalidOption, match=r'no backend "ark_torch"; did you mean "ark"\?'):
         torch.compile(torch.nn.Linear(3, 3), backend="ark_torch")
@@ -76,7 +76,7 @@ def test_through_torch_compile() -> None:
 
 
 def test_entry_point_is_listed_and_imports_nothing_heavy() -> None:
-    """The name is found by Dynamo, and importing the module pulls in neither Dynamo nor Inductor."""
+    """Dynamo finds the name, and importing the module imports neither Dynamo nor Inductor."""
     assert "ark" in torch._dynamo.list_backends() and callable(ark)
     code = (
         "import sys, ark_torch.compile; "

@@ -1,7 +1,7 @@
 """Collectives on ark groups in graphs that Inductor compiles, with its passes that overlap them with computation.
 
-PyTorch 2.14 moves collectives earlier and their waits later by default; older ones have parts of that, off by default.
-Every pass that this PyTorch knows is on here, and results must be those of eager PyTorch.
+PyTorch 2.14 moves collectives earlier and their waits later by default. Older versions have parts of that, off by
+default. The test enables every pass that this PyTorch has. Results must equal eager PyTorch's.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from support.launcher import run_ranks
 from support.rank import Rank
 from torch import Tensor
 
-# They ask Triton for the bandwidth of memory, on CPUs too; PyTorch's CUDA wheels bring it.
+# They ask Triton for the memory bandwidth, on CPUs too. PyTorch's CUDA wheels include it.
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Inductor's passes need Triton")
-# Of torch._inductor.config, where it has them.
+# Settings in torch._inductor.config, if they exist.
 PASSES = {
     "reorder_for_compute_comm_overlap": True,
     "aten_distributed_optimizations.enable_simple_overlap": True,
@@ -30,7 +30,7 @@ PASSES = {
 
 
 def _layers(x: Tensor, weights: list[Tensor], group: dist.ProcessGroup) -> Tensor:
-    """Waits that can go behind products, and collectives that can go before them; some read what others wrote."""
+    """Waits that can move after products, and collectives that can move before them. Some read what others wrote."""
     hidden = x
     for weight in weights:
         total = funcol.all_reduce(hidden @ weight, "sum", group)
@@ -62,7 +62,7 @@ def _overlapped(rank: Rank, named: str) -> None:
                 wanted = _layers(x, weights, group) + 0
                 torch.testing.assert_close(compiled(x, weights, group), wanted)
                 sums = torch.full((3,), float(rank.rank))
-                dist.all_reduce(sums)  # the order of the group's operations is the ranks' own still
+                dist.all_reduce(sums)  # the ranks must still agree on the order of the group's operations
                 assert sums.tolist() == [float(sum(range(rank.world_size)))] * 3
 
 

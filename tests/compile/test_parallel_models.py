@@ -1,5 +1,7 @@
-"""Tensor parallel models through torch.distributed.tensor.parallel, on an ark group: DTensor parameters, collectives
-inside the compiled region, numbers against float64 and against Inductor on the same group."""
+"""Tensor-parallel models through torch.distributed.tensor.parallel on an ark group: DTensor parameters.
+
+Collectives are inside the compiled region. Numbers are compared with float64 and with Inductor on the same group.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import exactness
 import parallel_llama
 
-pytestmark = pytest.mark.limit(300)
+pytestmark = pytest.mark.timeout(300)
 
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 Plan = dict[str, ParallelStyle]
 
 
 def report_of(model: Any) -> tuple[Any, Any]:
-    """The compiled model, and what became of its graphs."""
+    """Returns the compiled model, and the report of its graphs."""
     from ark_torch.compile import backend, options
     from ark_torch.compile.report import Report
 
@@ -51,7 +53,7 @@ def report_of(model: Any) -> tuple[Any, Any]:
 
 
 def alike(results: list[Tensor]) -> None:
-    """The same bits on every rank."""
+    """Checks that every rank has the same bits."""
     for result in results:
         others = [torch.empty_like(result) for _ in range(dist.get_world_size())]
         dist.all_gather(others, result.contiguous())
@@ -59,8 +61,10 @@ def alike(results: list[Tensor]) -> None:
 
 
 def check(model: nn.Module, plan: Plan, run: exactness.Run, collectives: dict[str, int], rival: str) -> None:
-    """One region with the collectives in it, on every rank the same bits, twice the same, as right as the rival
-    (Inductor, which takes its time to compile, or eager) on the same group."""
+    """Checks for one region with the collectives in it, the same bits on every rank and in two runs.
+
+    It must be as accurate as the rival on the same group (Inductor, which compiles slowly, or eager).
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     wanted = exactness.exact(model, run)
     split = [parallelize_module(copy.deepcopy(model), mesh, plan) for _ in range(2)]
@@ -101,7 +105,7 @@ COLUMNS, ROWS = ("wq", "wk", "wv", "up"), ("wo", "down")
 
 
 def _blocks(rank: Rank, sequence: bool, rival: str) -> None:
-    """An all_reduce for attention and one for the MLP; with the sequence split between, the two halves of each."""
+    """An all_reduce for attention and one for the MLP. With a split sequence, the two halves of each."""
     rank.init()
     torch.manual_seed(0)
     model = nn.Sequential(Block()).eval()
@@ -117,7 +121,7 @@ def _blocks(rank: Rank, sequence: bool, rival: str) -> None:
             output_layouts=(Shard(1),),
             desired_output_layouts=(Replicate(),),
         )
-        # The gathers of queries, keys and values are one each, as DTensor asks for them.
+        # Queries, keys and values are gathered once each, as DTensor requests.
         wanted = {"all_gather_into_tensor": 5, "reduce_scatter_tensor": 2}
     else:
         plan = {f"0.{name}": ColwiseParallel() for name in COLUMNS} | {f"0.{name}": RowwiseParallel() for name in ROWS}

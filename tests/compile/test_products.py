@@ -1,4 +1,4 @@
-"""Collectives next to products become one operator: which forms are found, which are not, and that bits stay."""
+"""Collectives next to products become one operator: which forms are found, which are not, and unchanged bits."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ LEFT: dict[str, tuple[Form, tuple[int, ...], str]] = {
 
 
 def fused(told: list[str], least_rows: int = 1) -> Any:
-    """A backend of torch.compile: the pass on the CPU, and nothing else."""
+    """Returns a backend of torch.compile that only runs the pass on the CPU."""
     from torch._dynamo.backends.common import aot_autograd
 
     from ark_torch.compile import decompositions, products
@@ -178,7 +178,7 @@ def test_sequence_parallelism_of_dtensor() -> None:
 
 
 def _trains(rank: Rank) -> list[str]:
-    """Forward and backward graphs of Inductor, as rest.whole has it compile them."""
+    """Inductor's forward and backward graphs, as rest.whole compiles them."""
     import logging
 
     from torch._inductor import config

@@ -1,6 +1,6 @@
 """Random programs (random_graphs.py) on ark, eager and in float64: 8 in `make test`, 2,000 with new seeds at night.
 
-Seeds are fixed, so that a run of `make test` is the same every time; RANDOM_GRAPHS_SEED begins the nightly run.
+Seeds are fixed, so that each `make test` is the same. RANDOM_GRAPHS_SEED sets the first seed of the nightly run.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ def test_fixed_ones(tmp_path: Path, programs: int) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.limit(1800)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(50))
 def test_two_thousand(tmp_path: Path, part: int) -> None:
-    """Parts of 40, so that shards share them."""
+    """In parts of 40, so that shards share them."""
     first = int(os.environ.get("RANDOM_GRAPHS_SEED", "0")) or int(time.time())
     print(f"RANDOM_GRAPHS_SEED={first}")
     check_coverage(batches(tmp_path, [first + part], 40), 40)

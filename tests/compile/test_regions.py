@@ -1,4 +1,4 @@
-"""How graphs are cut: random graphs of two kinds of operators, with what is mutated, against rules that must hold."""
+"""How graphs are cut: checks random graphs of two kinds of operators, with mutations, against invariants."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def traced(build: object, inputs: int, size: int = 4) -> fx.GraphModule:
 
 
 def random_graph(seed: int) -> fx.GraphModule:
-    """Pointwise operators, cumsum (not ark's), views, and writes into inputs and views of inputs."""
+    """Pointwise operators, cumsum (not on ark), views, and writes into inputs and views of inputs."""
     chance = random.Random(seed)
 
     def build(*inputs: Tensor) -> list[Tensor]:
@@ -60,7 +60,7 @@ def test_cuts_of_random_graphs(seed: int) -> None:
         assert not piece.ark or (len(piece.nodes) >= 2 and all(map(supported, piece.nodes)))
     for node, before in needed.items():
         assert all(where[b] <= where[node] for b in before)
-    # Independent of `dependencies`: run piece by piece, in order, and compare with the program's own order.
+    # Independent of `dependencies`: runs piece by piece, in order, and compares with the program's order.
     inputs = [torch.randn(4, 4) for _ in range(3)]
     order = [node for piece in pieces for node in piece.nodes]
     assert all(torch.equal(a, b) for a, b in zip(run(graph, None, inputs), run(graph, order, inputs), strict=True))
@@ -68,7 +68,7 @@ def test_cuts_of_random_graphs(seed: int) -> None:
 
 
 def run(graph: fx.GraphModule, order: list[fx.Node] | None, inputs: list[Tensor]) -> list[Tensor]:
-    """Results and inputs after a run in `order`; views are made when they are needed."""
+    """Returns results and inputs after a run in `order`. Views are created when needed."""
     given = [t.clone() for t in inputs]
     values: dict[fx.Node, Tensor] = {}
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
@@ -92,7 +92,7 @@ def run(graph: fx.GraphModule, order: list[fx.Node] | None, inputs: list[Tensor]
 
 
 def test_pieces_are_few() -> None:
-    """Two chains that meet: the operators of one kind are one piece each side of the other kind's."""
+    """Two chains that meet: the operators of one kind form one piece on each side of the other kind's."""
 
     def build(a: Tensor, b: Tensor) -> list[Tensor]:
         c = [(a * 2).sin(), (b * 3).cos()]

@@ -1,4 +1,4 @@
-"""The page of ark_torch.explain: complete by itself, with what the report says; drawn and zoomed by a real browser."""
+"""The page of ark_torch.explain: self-contained, complete, drawn and zoomed by a real browser."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ark_torch.compile.report import Fallback, GraphReport, PieceReport, Report
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 ARK = {"choose": "ark", "threads": 2}
-# Clicks "+" three times, and asks what lies under the pointer at the middle of the first bar; the page then says both.
+# Clicks "+" three times and reads what is under the pointer at the middle of the first bar. The page then shows both.
 DRIVE = """
 <script>
 const box = document.querySelector(".timeline"), text = () => box.querySelector(".bar").lastChild.textContent;
@@ -44,7 +44,7 @@ def llama() -> Report:
 
 
 class Reader(HTMLParser):
-    """Tags that are open, what tables hold, and every reference to something outside."""
+    """Collects open tags, the content of tables, and every external reference."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def browser() -> str:
 
 
 def dom_of(page: Path, profile: Path) -> tuple[str, list[str]]:
-    """What a browser makes of a page once its scripts have run, and what they say on the console."""
+    """Returns the DOM after a page's scripts have run in a browser, and their console output."""
     command = [browser(), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
     more = ["--enable-logging=stderr", "--window-size=1280,900", "--virtual-time-budget=2000", "--dump-dom"]
     done = subprocess.run([*command, *more, page.as_uri()], capture_output=True, text=True, timeout=180)
@@ -153,7 +153,7 @@ def dom_of(page: Path, profile: Path) -> tuple[str, list[str]]:
 
 
 @pytest.mark.nightly
-@pytest.mark.limit(400)
+@pytest.mark.timeout(400)
 def test_a_browser_draws_and_zooms_it(tmp_path: Path) -> None:
     report = llama()
     page = tmp_path / "report.html"
@@ -181,7 +181,7 @@ def test_a_browser_draws_and_zooms_it(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_script_that_fails_is_noticed(tmp_path: Path) -> None:
-    """What the test above looks for does appear: the browser's console is read, and the page says what went wrong."""
+    """Verifies the test above: the browser's console is read, and the page reports errors."""
     report = ark_torch.explain(lambda x: torch.tanh(x) * 2 + 1, torch.ones(3), ark_options=ARK)
     page = tmp_path / "report.html"
     report.save(page)

@@ -1,4 +1,4 @@
-"""ark_torch.resident: many steps from one launch, to the bit what as many launches of one step give."""
+"""ark_torch.resident: many steps from one launch give the same bits as single-step launches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 import ark_torch
 from ark_torch.errors import InvalidOption, UnsupportedGraph
 
-pytestmark = pytest.mark.limit(200)
+pytestmark = pytest.mark.timeout(200)
 ALONE = {"choose": "ark", "fallback": False}
 LENGTH = 50
 
@@ -34,7 +34,7 @@ def decoder() -> tuple[models.Llama, Any]:
 def one_by_one(
     model: models.Llama, step: Any, *state: Tensor, rows: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Tokens and caches after LENGTH launches of one step."""
+    """Returns tokens and caches after LENGTH launches of one step."""
     for cache in model.caches():
         cache.zero_()
     single = torch.compile(step, backend="ark", options=ALONE)
@@ -83,7 +83,7 @@ def test_stops_early() -> None:
         assert ran.done == done
         assert torch.equal(ran.kept[1], tokens[:done])
         assert ran.kept[0].flatten().tolist() == list(range(1, done + 1))
-        # Nothing of a further step: its position of the caches is untouched.
+        # No further step ran: its position of the caches is untouched.
         assert all((cache[:, :, done:] == 0).all() for cache in model.caches())
         for cache in model.caches():
             cache.zero_()
@@ -110,7 +110,7 @@ def test_sampling_follows_the_seed() -> None:
 
 @pytest.mark.quick
 def test_arguments_that_change_places() -> None:
-    """What the next step is given is what this one returned, whichever of its own arguments that was."""
+    """The next step gets what this one returned, even if that is another of its own arguments."""
 
     def step(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return b, a + b, c.t()
@@ -197,7 +197,7 @@ def test_weights_that_change() -> None:
 
 @pytest.mark.quick
 def test_interrupted() -> None:
-    """Ctrl-C ends a launch of steps without end within a second, and the loop runs again."""
+    """Ctrl-C ends an endless launch within a second, and the loop runs again."""
 
     def step(x: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
         return (x @ x).softmax(-1), n + 1

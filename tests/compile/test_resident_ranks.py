@@ -1,4 +1,4 @@
-"""Loops of steps with collectives in them: real processes on an ark group."""
+"""Loops of steps with collectives: real processes on an ark group."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ import ark_torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
-from llama.model import Llama, LlamaConfig, shard  # lies in examples/
+from llama.model import Llama, LlamaConfig, shard  # in examples/
 
-pytestmark = pytest.mark.limit(300)
+pytestmark = pytest.mark.timeout(300)
 ALONE = {"choose": "ark", "fallback": False}
 LENGTH = 50
 
@@ -36,7 +36,7 @@ def _llama(rank: Rank) -> list[int]:
     with torch.no_grad():
         whole = Llama(config).eval().requires_grad_(False)
         for parameter in whole.parameters():
-            parameter.mul_(3)  # a lively line of tokens
+            parameter.mul_(3)  # makes the tokens vary
         model = shard(whole, dist.group.WORLD) if rank.world_size > 1 else whole
 
         def step(token: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,7 +100,7 @@ def test_a_killed_rank_is_named() -> None:
 
 @pytest.mark.nightly
 def test_an_interrupted_rank_is_named() -> None:
-    """Ctrl-C on one rank: KeyboardInterrupt there, an error that names it on the others."""
+    """Ctrl-C on one rank: KeyboardInterrupt there, and an error that names it on the others."""
     with Job(_for_ever, 3, destroy=False) as job:
         job.wait_all("running", 120)
         time.sleep(0.3)
@@ -114,7 +114,7 @@ def test_an_interrupted_rank_is_named() -> None:
 
 
 def _alone_beside_a_group(rank: Rank) -> None:
-    """Without collectives in the step a group is what it was after Ctrl-C."""
+    """Without collectives in the step, the group still works after Ctrl-C."""
     rank.init()
     loop = ark_torch.resident(lambda x: (x @ x).softmax(-1), keep=(), options=ALONE)
     loop(torch.eye(32), steps=2)

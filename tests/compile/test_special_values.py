@@ -1,7 +1,7 @@
-"""Every pointwise operator on the numbers at the edges: signed zeros, denormals, least and greatest, NaN, infinities.
+"""Every pointwise operator on special numbers: signed zeros, denormals, least and greatest, NaN, infinities.
 
-Zero keeps its sign, NaN and infinities come where eager PyTorch has them; other results are near (test_accuracy.py says
-how near). A denormal may be zero: eager PyTorch's vectors flush some.
+Zero keeps its sign, and NaN and infinities occur where eager PyTorch has them. Other results are close
+(test_accuracy.py defines how close). A denormal may become zero, because eager PyTorch's vectors flush some.
 """
 
 from __future__ import annotations
@@ -92,25 +92,27 @@ BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "floor(x / y)": lambda x, y: torch.div(x, y, rounding_mode="floor"),
     "add(alpha)": lambda x, y: torch.add(x, y, alpha=-2),
 }
-# Composed of several operators: eager PyTorch rounds between them to a narrow type, compiled code does not.
+# Composed of several operators. Eager PyTorch rounds to a narrow type in between, compiled code does not.
 ROUNDED_BETWEEN = ("tanhshrink",)
 ADDED = ("addcmul", "add(alpha)", "lerp")
 
 
 def unsettled(name: str, dtype: torch.dtype, inputs: tuple[float, ...]) -> bool:
-    """Where eager PyTorch is no measure: by its vector library, by fused multiply-adds, or Dynamo's own rewriting."""
+    """Cases where eager PyTorch is no reference, because of vector libraries, fused multiply-adds, or Dynamo's
+    rewriting.
+    """
     greatest = torch.finfo(dtype).max / 4 if dtype.is_floating_point else 0
-    if name in ("remainder", "fmod"):  # NaN where the quotient has no float32
+    if name in ("remainder", "fmod"):  # NaN if the quotient overflows float32
         return abs(inputs[1]) < 1e-30 or abs(inputs[0]) > 1e30
-    if name in ADDED:  # whether a product that overflows is rounded before the sum
+    if name in ADDED:  # an overflowing product may be rounded before the sum
         return any(greatest < abs(one) < float("inf") for one in inputs)
     if name == "addcdiv":  # Dynamo makes it value * (x / y)
         return 0 < abs(inputs[1]) < 1e-7 or any(greatest < abs(one) < float("inf") for one in inputs)
-    if name == "gelu":  # oneDNN's has no sign of zero, and fewer digits
+    if name == "gelu":  # oneDNN's loses the sign of zero and digits
         return dtype == torch.float32
-    if name in ("fmax", "fmin"):  # which of two zeros, by type
+    if name in ("fmax", "fmin"):  # which of two zeros depends on the type
         return inputs == (0, 0)
-    if name == "softshrink":  # zero has a sign in what vectors leave over, and none in vectors
+    if name == "softshrink":  # the sign of zero differs between vectors and tails
         return abs(inputs[0]) <= 0.5
     return name in ROUNDED_BETWEEN and dtype != torch.float32
 
@@ -154,7 +156,7 @@ def divides(name: str) -> bool:
 
 
 def check(calls: dict[str, Callable[..., Tensor]], inputs: tuple[Tensor, ...], compiled: Any) -> None:
-    """On the device of the inputs, whose eager PyTorch is the measure."""
+    """Runs on the device of the inputs, and compares with eager PyTorch there."""
 
     def takes(call: Callable[..., Tensor]) -> bool:
         try:
@@ -163,7 +165,7 @@ def check(calls: dict[str, Callable[..., Tensor]], inputs: tuple[Tensor, ...], c
             return False
         return True
 
-    # The least integer divided by -1 ends the process, eager PyTorch's too.
+    # The least integer divided by -1 crashes the process, also in eager PyTorch.
     whole = not inputs[0].dtype.is_floating_point
     chosen = {name: call for name, call in calls.items() if not (whole and divides(name)) and takes(call)}
     call, report = compiled(lambda *x: [one(*x) for one in chosen.values()])

@@ -1,4 +1,4 @@
-"""ARK_TRACE: what is in the timeline, how large it gets, and what the tool makes of it."""
+"""ARK_TRACE: the content and size of the timeline, and the tool's output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ark_torch.tools import trace as tool
 from ark_torch.tools._trace_files import Slice, Step, merge, read, steps_of, timeline_of, write
 from ark_torch.tools._trace_picture import draw
 
-pytestmark = pytest.mark.limit(120)
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def run(compiled: Any, steps: int = 3) -> dict[str, Any]:
-    """Decoding steps of a small Llama on two workers; the plan of its region."""
+    """Runs decoding steps of a small Llama on two workers. Returns the plan of its region."""
     model = models.Llama(models.Config()).eval()
     call, report = compiled(model, threads=2)
     for position in range(steps):
@@ -58,7 +58,7 @@ def test_every_task_of_every_step(file: Path, compiled: Any) -> None:
             assert (one.kind, one.worker) == (kinds[planned["stage"]], planned["worker"])
             assert one.arguments["origin"] == plan["stages"][planned["stage"]]["origin"]
             assert step.begin <= one.begin and one.end <= step.end + 1e-3
-        # A worker does one thing at a time, in the order of its queue.
+        # A worker does one thing at a time, in queue order.
         for worker, queue in enumerate(plan["queues"]):
             mine = [one for one in step.slices if one.worker == worker]
             in_time = sorted(mine, key=lambda one: one.begin)
@@ -68,7 +68,7 @@ def test_every_task_of_every_step(file: Path, compiled: Any) -> None:
             event, signaller = wait.arguments["event"], wait.arguments["of_task"]
             assert event in plan["tasks"][wait.arguments["before_task"]]["waits"]
             assert event in plan["tasks"][signaller]["signals"]
-            assert tasks[signaller].end <= wait.end + 1e-3  # what was waited for had ended
+            assert tasks[signaller].end <= wait.end + 1e-3  # the awaited task had ended
             assert wait.name == "wait for " + tasks[signaller].name
     names = {one.name for one in steps[0].slices}
     assert "matmul layers.0.attn.wq" in names, names
@@ -88,7 +88,7 @@ def test_bounded(file: Path, compiled: Any, caplog: pytest.LogCaptureFixture, mo
     with caplog.at_level("WARNING", logger="ark_torch.compile"):
         run(compiled, steps=150)
     assert 0 < file.stat().st_size <= 1 << 20
-    steps = steps_of(merge([read(file)]))  # still whole
+    steps = steps_of(merge([read(file)]))  # still valid
     assert 10 < len(steps) < 150
     (said,) = [record.message for record in caplog.records if "trace" in record.message]
     assert "has reached 1 MiB (ARK_TRACE_MB)" in said
@@ -158,7 +158,7 @@ def test_tool(file: Path, compiled: Any, tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_picture_of_many_workers() -> None:
-    """As of a GPU: thin lanes, every twentieth with a label."""
+    """As on a GPU: thin lanes, every twentieth with a label."""
     steps = [
         Step("r", rank, 0.0, 100.0, 0, [Slice("a", "matmul", 1.0 + w, 0.5, w, {}) for w in range(60)])
         for rank in (0, 1)
@@ -171,7 +171,7 @@ def test_picture_of_many_workers() -> None:
 
 
 def test_timeline_of_one_step(file: Path, compiled: Any, tmp_path: Path) -> None:
-    """Alone, from its own begin, with every slice of it."""
+    """One step, starting at its own beginning, with all its slices."""
     run(compiled, steps=5)
     packed = tmp_path / "step.json.gz"
     assert tool.main([str(file), "--step", "3", "--timeline", str(packed)]) == 0
@@ -196,7 +196,7 @@ def test_timeline_of_one_step(file: Path, compiled: Any, tmp_path: Path) -> None
 
 
 def test_timeline_of_ranks_as_of_gpus(tmp_path: Path) -> None:
-    """A process a rank, a track for each of its multiprocessors, on one clock."""
+    """One process per rank, one track per multiprocessor, on one clock."""
     steps = [
         Step(
             "r",
@@ -228,7 +228,7 @@ def test_ranks_of_several_machines_share_a_clock(file: Path, compiled: Any) -> N
     other["otherData"].update(rank=1, boot="another", monotonic_ns=one["otherData"]["monotonic_ns"] + 5_000_000)
     for event in other["traceEvents"]:
         if "ts" in event:
-            event["ts"] += 5000  # the same moments by a clock that is ahead
+            event["ts"] += 5000  # the same moments on a clock that is ahead
     steps = steps_of(merge([one, other]))
     assert [step.rank for step in steps].count(1) == 2
     first = {step.rank: step.begin for step in reversed(steps)}

@@ -1,4 +1,4 @@
-"""ark_torch.explain changes nothing: a model, its arguments, random numbers and torch._dynamo stay what they were."""
+"""ark_torch.explain changes nothing: a model, its arguments, random numbers and torch._dynamo keep their state."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torch._dynamo import pgo
 import ark_torch
 from ark_torch.compile.unchanged import Unchanged
 
-pytestmark = pytest.mark.limit(200)
+pytestmark = pytest.mark.timeout(200)
 
 ARK = {"choose": "ark"}
 
 
 class Cache:
-    """What a caller hands over: an object that the model writes to."""
+    """A caller's object that the model writes to."""
 
     def __init__(self) -> None:
         self.rows = [torch.zeros(3, 4), torch.zeros(3, 4)]
@@ -94,7 +94,7 @@ def test_all_is_put_back(training: bool, mode: bool) -> None:
 
 
 def test_a_gradient_of_the_users_own_survives() -> None:
-    """Writes that are undone do not count as writes for autograd either."""
+    """Autograd does not count undone writes either."""
     model = nn.Linear(3, 3)
     model.register_buffer("scale", torch.ones(3))
 
@@ -124,7 +124,7 @@ def entries_of(function: Callable[..., Any], backend: Any) -> list[Any]:
 @pytest.mark.nightly
 @torch._dynamo.config.patch(recompile_limit=2)
 def test_dynamo_forgets_it() -> None:
-    """The user's own compiled function stays compiled, and what explain saw does not make its sizes dynamic."""
+    """The user's own compiled function stays compiled, and explain's inputs do not make its sizes dynamic."""
     seen: list[list[Any]] = []
 
     def mine(graph_module: Any, inputs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How many workers a loop kernel has."""
+"""The number of workers of a loop kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models compiled inside DDP and as FSDP2's blocks, backend "ark" for both; gradients of gradients; convolutions."""
+"""Models compiled inside DDP and as FSDP2's blocks, both with backend "ark"; higher-order gradients; convolutions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import exactness
 import models
 
-pytestmark = pytest.mark.limit(200)
+pytestmark = pytest.mark.timeout(200)
 
 STEPS = 5
 
@@ -40,7 +40,7 @@ def make() -> nn.Sequential:
 
 
 def train(model: nn.Module, rank: int) -> list[float]:
-    """The losses of this rank's own batches."""
+    """Returns the losses of this rank's own batches."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for step in range(STEPS):
@@ -54,7 +54,7 @@ def train(model: nn.Module, rank: int) -> list[float]:
 
 
 def agree(got: nn.Module, wanted: nn.Module, rank: int) -> None:
-    """Training, then inference under no_grad, where ark's kernels run."""
+    """Compares training, then inference under no_grad, where ark's kernels run."""
     mine, its = train(got, rank), train(wanted, rank)
     assert mine == pytest.approx(its, rel=1e-5) and len(set(its)) == STEPS
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(rank))
@@ -77,7 +77,7 @@ def _ddp(rank: Rank, inside: bool) -> None:
 
 
 def regions_made() -> list[str]:
-    """Names of the regions that this process compiles from now on."""
+    """Returns the names of the regions that this process compiles from now on."""
     from ark_torch.compile import build
 
     names: list[str] = []
@@ -124,7 +124,7 @@ def test_fsdp2(compiled: str) -> None:
 
 
 def test_gradients_of_gradients(compiled: Any) -> None:
-    """Through torch.func as it stands; with create_graph=True by an option, since AOTAutograd cannot."""
+    """Works through torch.func. create_graph=True needs an option, because AOTAutograd does not support it."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     x = torch.randn(4, 8)
@@ -152,12 +152,12 @@ def test_gradients_of_gradients(compiled: Any) -> None:
         assert "eager PyTorch" in str(report) and "differentiate_twice" in str(report)
         torch._dynamo.reset()
         call, _ = compiled(model)
-        with pytest.raises(RuntimeError, match="double backward"):  # the day it works, the option can go
+        with pytest.raises(RuntimeError, match="double backward"):  # when this works, the option can go
             penalty(call)
 
 
 def test_residual_block(compiled: Any) -> None:
-    """Convolutions on Inductor, what lies between on ark, numbers as right as all on Inductor."""
+    """Convolutions on Inductor, the rest on ark, as accurate as all on Inductor."""
     model = models.ResidualBlock(16, transposed=True).eval()
     x = torch.randn(2, 16, 9, 9)
     report = exactness.check(model, lambda call, dtype: [call(x.to(dtype))], compiled)

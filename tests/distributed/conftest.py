@@ -1,4 +1,4 @@
-"""Every distributed test is checked for what it leaves behind (see tests/conftest.py)."""
+"""Every distributed test is checked for leaks (see tests/conftest.py)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def _clean(leaves_nothing: None) -> Iterator[None]:
     yield
 
 
-@pytest.hookimpl(hookwrapper=True)  # before xdist looks at the groups
+@pytest.hookimpl(hookwrapper=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """One worker waits for the compiler; the others have something else to do."""
+    """Puts tests with a pretended GPU on one worker, which waits for the compiler while the others do other work."""
     grouped = items if config.pluginmanager.hasplugin("xdist") else []
     for item in grouped:
         if isinstance(item, pytest.Function) and "pretended_gpu" in item.fixturenames:
@@ -27,11 +27,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def pretended_gpu(shared_folder: Path) -> dict[str, str | None]:
-    """The environment of ranks that are to seem to have GPUs."""
+    """Returns the environment of ranks that appear to have GPUs."""
     return pretended.build(shared_folder / "pretended")
 
 
 @pytest.fixture(scope="session")
 def pretended_verbs(shared_folder: Path) -> str:
-    """The path of a libibverbs without a NIC."""
+    """Returns the path of a libibverbs that works without a NIC."""
     return verbs.build(shared_folder / "verbs")

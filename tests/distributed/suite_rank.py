@@ -1,8 +1,8 @@
 """One rank of one body of PyTorch's own DistributedTest, over a group of the backend under test.
 
-The suite decides at import, from $BACKEND, which bodies skip themselves: it is imported while BACKEND says
-"gloo" (or "mpi" for the all-to-all bodies), so that they run, and the group they get is made with ours.
-This mirrors TestDistBackend._run without its pipes and listener thread.
+The suite decides at import, from $BACKEND, which bodies skip themselves. It is imported with BACKEND set to "gloo" (or
+"mpi" for the all-to-all bodies), so that they run, and gets a group of our backend. This mirrors TestDistBackend._run
+without its pipes and listener thread.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ def _case() -> Any:
 
 
 def bodies(rank: Rank) -> dict[str, str]:
-    """Every body and why its decorators skip it ("" when they do not)."""
+    """Returns every body and why its decorators skip it ("" if they do not)."""
     case = _case()
     names = [name for name in dir(case) if name.startswith("test")]
     return {name: getattr(getattr(case, name), "__unittest_skip_why__", "") for name in names}
 
 
 def run_body(rank: Rank, name: str, seen_as: str = "", reload: bool = True) -> str:
-    """ "" when it passed, else why it skipped itself; raises what the body raises.
+    """Returns "" if the body passed, otherwise why it skipped itself. Raises what the body raises.
 
-    `seen_as` is what BACKEND says while the body runs; with `reload` DDP is saved and loaded between two steps.
+    `seen_as` is the value of BACKEND while the body runs. With `reload`, DDP is saved and loaded between two steps.
     """
     import torch.distributed as dist
     from torch.testing._internal import common_utils
     from torch.testing._internal.common_distributed import TEST_SKIPS
 
     suite = _suite()
-    folder = f"{rank.scratch}/{rank.job.rpartition('/')[2]}"  # ranks that run several bodies need one for each
+    folder = f"{rank.scratch}/{rank.job.rpartition('/')[2]}"  # ranks that run several bodies need one folder for each
     init = f"file://{folder}/init_dir/file"
     os.environ.update(TEMP_DIR=folder, INIT_METHOD=init, MASTER_ADDR="127.0.0.1")
-    # Bodies for the group [1, 2] skip themselves below 8 ranks unless this says "mpi"; they need three.
+    # Bodies for the group [1, 2] skip themselves below 8 ranks unless this is "mpi". They need three.
     os.environ["BACKEND"] = seen_as or ("mpi" if rank.world_size > 2 else "gloo")
     usual, suite.INIT_METHOD = suite.INIT_METHOD, suite.INIT_METHOD if reload else "env://"
     suite.Barrier.barrier_id = 0

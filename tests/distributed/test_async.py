@@ -1,7 +1,7 @@
 """Asynchrony: operations that run without their caller, futures, callbacks, timeouts.
 
-A test here that waits for something which can only happen if another part makes progress by itself is protected by the
-launcher's limit: a deadlock shows as a failure with every thread's stack.
+Some tests wait for something that happens only if another part makes progress by itself. The launcher's limit protects
+them: a deadlock becomes a failure with every thread's stack.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _sum(count: int, seed: int, world: int) -> torch.Tensor:
 
 
 def _async_forms(rank: Rank) -> None:
-    """Every collective with async_op=True, many in flight, waited for in reverse."""
+    """Issues every collective with async_op=True, many in flight, and waits in reverse order."""
     rank.init()
     world, me = rank.world_size, rank.rank
     pending: list[tuple[Any, Callable[[], None]]] = []
@@ -90,7 +90,7 @@ def test_many_operations_in_flight(world: int) -> None:
 
 
 def _progress_without_caller(rank: Rank) -> None:
-    """An operation finishes while its caller does nothing at all."""
+    """An operation finishes while its caller does nothing."""
     rank.init()
     tensor = torch.full((100_000,), float(rank.rank))
     work = dist.all_reduce(tensor, async_op=True)
@@ -108,7 +108,7 @@ def test_progress_without_the_caller() -> None:
 
 
 def _returns_at_once(rank: Rank) -> float:
-    """async_op=True returns although the peer has not come."""
+    """async_op=True returns although the peer has not called yet."""
     rank.init()
     dist.barrier()
     if rank.rank == 1:
@@ -126,7 +126,7 @@ def _returns_at_once(rank: Rank) -> float:
 
 def test_issuing_returns_before_the_peer_arrives() -> None:
     with Job(_returns_at_once, 2) as job:
-        job.wait_event(0, "issued", timeout=30)  # rank 1 has not called yet: only asynchrony gets us here
+        job.wait_event(0, "issued", timeout=30)  # rank 1 has not called yet: this requires asynchrony
         job.go(1, "go")
         job.values()
 
@@ -140,12 +140,12 @@ def _futures(rank: Rank) -> None:
     assert doubled.wait().tolist() == [sum(range(world)) * 2 + 1.0] * 4
     assert future.done() and isinstance(future.value(), list) and len(future.value()) == 1
     work.wait()
-    # A list of tensors: what DDP's reducer accepts.
+    # A list of tensors, which DDP's reducer accepts.
     tensors = [torch.full((3,), float(me)), torch.full((2, 2), 1.0)]
-    value = dist.all_reduce_coalesced(tensors, async_op=True).wait()  # PyTorch hands out the future itself
+    value = dist.all_reduce_coalesced(tensors, async_op=True).wait()  # PyTorch returns the future itself
     flat = value if isinstance(value[0], torch.Tensor) else value[0]
     assert [tuple(t.shape) for t in flat] == [(3,), (2, 2)] and flat[1][0, 0].item() == world
-    # A callback added after the end runs as well, and one that raises gives its error to the waiter.
+    # A callback added after the end runs as well. If one raises, the waiter gets its error.
     done = dist.all_reduce(torch.ones(1), async_op=True)
     done.wait()
     late = done.get_future().then(lambda f: f.value()[0].item())
@@ -166,7 +166,7 @@ def test_futures_and_then() -> None:
 
 
 def _collective_in_callback(rank: Rank) -> None:
-    """PowerSGD does this: a `then` callback runs collectives and waits for them, chained two deep."""
+    """As in PowerSGD: a `then` callback runs collectives and waits for them, chained two deep."""
     rank.init()
     world = rank.world_size
 
@@ -177,7 +177,7 @@ def _collective_in_callback(rank: Rank) -> None:
         dist.all_reduce(tensor)
         return [tensor / world**2]
 
-    for repeat in range(100):  # one at a time: the ranks must issue in one order
+    for repeat in range(100):  # one at a time, because all ranks must issue in the same order
         future = dist.all_reduce(torch.full((1000,), float(repeat)), async_op=True).get_future().then(again).then(again)
         assert future.wait()[0].unique().tolist() == [float(repeat) * world]
 
@@ -216,7 +216,7 @@ def test_wait_with_a_timeout() -> None:
 
 
 def _dropped_works(rank: Rank) -> None:
-    """Works and tensors that nobody keeps: the operation still happens, its memory stays until then."""
+    """Nobody keeps the works and tensors. The operation still happens, and its memory stays until then."""
     rank.init()
     for i in range(200):
         dist.all_reduce(torch.full((2000,), float(i)), async_op=True)

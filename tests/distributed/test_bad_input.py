@@ -1,7 +1,7 @@
-"""Bad input: refused before any byte moves, in words that name argument, value, rank and remedy.
+"""Bad input is refused before any byte moves. The message names argument, value, rank and remedy.
 
-The cases go to the backend object: PyTorch's own checks, which come earlier, say neither rank nor remedy and
-do not cover users of the object. Both ranks make the same mistake, then both use the group: it must work.
+The cases call the backend object, because PyTorch's own checks, which come earlier, name neither rank nor remedy and do
+not cover users of the object. Both ranks make the same mistake. The group must still work afterwards.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _coo(dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.eye(3, dtype=dtype).to_sparse()
 
 
-# name -> (call(backend, rank), what the message must name)
+# name -> (call(backend, rank), what the message must contain)
 CASES: dict[str, tuple[Call, str]] = {
     "meta device": (lambda b, r: b.allreduce([torch.empty(3, device="meta")]), r"meta"),
     "no tensor": (lambda b, r: b.allreduce([]), r"\b0 tensors"),
@@ -151,7 +151,7 @@ def _all_cases(rank: Rank) -> dict[str, dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, dict[str, str]]]:
-    """All cases on one group, one after the other: each leaves it usable for the next."""
+    """Runs all cases on one group, one after the other. Each must leave it usable for the next."""
     return run_ranks(_all_cases, 2, timeout=60)
 
 
@@ -167,7 +167,7 @@ def test_refused(name: str, found: list[dict[str, dict[str, str]]]) -> None:
 
 
 def _one_rank_errs(rank: Rank) -> None:
-    """Only rank 0 errs: it is told at once, mends its call, and rank 1 never noticed."""
+    """Only rank 0 makes a mistake. It gets the error at once and corrects its call, and rank 1 never notices."""
     rank.init()
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     for _ in range(20):
@@ -232,7 +232,7 @@ def _bad_options(rank: Rank) -> None:
         rank.init(pg_options={"spin_us": 3}, timeout=10)
     if dist.is_initialized():
         dist.destroy_process_group()
-    from torch.distributed import ProcessGroupGloo  # another backend's options
+    from torch.distributed import ProcessGroupGloo  # options of another backend
 
     with pytest.raises(TypeError, match=r"(?i)options"):
         rank.init(pg_options=ProcessGroupGloo._Options(), timeout=10)

@@ -1,7 +1,7 @@
-"""Groups over several nodes, Gloo between them: at the sizes where collectives change their course, and what ends them.
+"""Groups over several nodes with Gloo between them: the sizes at which algorithms change, and how groups fail.
 
-A placement is the node of every rank: (0, 0, 1) are two ranks on one and one on another. Ranks pretend to be there
-(ARK_NODE); with real ones test_namespaces.py does the same.
+A placement is the node of every rank: (0, 0, 1) has two ranks on one node and one on another. Ranks pretend to be there
+(ARK_NODE). test_namespaces.py does the same with real ones.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ def by_night(*case: Any) -> Any:
 
 GLOO = CARRIERS["gloo"]
 Placement = tuple[int, ...]
-# Bytes around: none, one message's room (for one rank, and for the ranks of a node), what goes whole, a chunk, several
-# chunks of unequal parts.
+# Sizes in bytes around the limits: zero, one message (for one rank, and for the ranks of a node), sent whole, one
+# chunk, several chunks with unequal parts.
 SIZES = (0, 4, 320, 324, 328, 484, 488, 964, 968, 972, 13108, 21836, 512 << 10, (1 << 20) + 4, (5 << 20) + 12)
 
 
 def on_nodes(rank: Rank, placement: Placement, **options: Any) -> Any:
-    """The world, this rank on its node of the placement; () leaves all of them where they are."""
+    """Creates the world with this rank on its node of the placement. () keeps all ranks on this machine."""
     if placement:
         os.environ["ARK_NODE"] = str(placement[rank.rank])
     return rank.init(**options)
 
 
 def _sizes(rank: Rank, placement: Placement, sizes: tuple[int, ...]) -> None:
-    """Every collective at every size, in float32, whose bits tell the order of additions."""
+    """Runs every collective at every size, in float32, whose bits reveal the order of additions."""
     on_nodes(rank, placement)
     me, world = rank.rank, rank.world_size
     for size in sizes:
@@ -73,7 +73,7 @@ def _sizes(rank: Rank, placement: Placement, sizes: tuple[int, ...]) -> None:
         x = torch.empty(count)
         dist.reduce_scatter(x, [inputs[me] * (1 + r) for r in range(world)])
         assert torch.equal(x, reduce([one * (1 + me) for one in inputs], "SUM", nodes=placement)), size
-        # Uneven: rank s sends count // (1 + d) of what it has to rank d.
+        # Uneven: rank s sends count // (1 + d) of its elements to rank d.
         splits = [count // (1 + d) for d in range(world)]
         sent = torch.cat([inputs[me][:n] for n in splits])
         received = torch.empty(splits[me] * world)
@@ -100,13 +100,13 @@ def test_sizes_on_nodes(placement: Placement) -> None:
     run_ranks(_sizes, len(placement), placement, SIZES)
 
 
-# Bytes of a block: 8, 3 or 2 fit into a first message with their sizes up to 104, 304 and 468, each alone up to 968;
-# blocks go together up to 16 KB. 0 and what is large stand beside all of them.
+# Sizes of a block. 8, 3 or 2 blocks with their sizes fit in a first message up to 104, 304 and 468 bytes, one block up
+# to 968. Blocks are aggregated up to 16 KB. All of these are mixed with empty and large blocks.
 BLOCKS = (0, 4, 104, 108, 304, 308, 468, 472, 968, 972, 16_384, 16_388, 200_000)
 
 
 def _blocks(rank: Rank, placement: Placement) -> None:
-    """all_to_all whose every block has another size, as tensor and as list; gather and scatter of each size."""
+    """all_to_all with a different size for each block, as tensor and as list; gather and scatter of each size."""
     on_nodes(rank, placement)
     me, world = rank.rank, rank.world_size
     for turn in range(len(BLOCKS)):
@@ -116,7 +116,7 @@ def _blocks(rank: Rank, placement: Placement) -> None:
         received = torch.full((sum(map(len, expected)),), -1, dtype=torch.int32)
         dist.all_to_all_single(received, torch.cat(sent), list(map(len, expected)), list(map(len, sent)))
         assert torch.equal(received, torch.cat(expected)), turn
-        # A list of empty tensors is no list of blocks to PyTorch, so every one has an element more.
+        # PyTorch rejects a list of empty tensors, so each has one extra element.
         grown = [torch.cat([one, torch.ones(1, dtype=torch.int32)]) for one in sent]
         outs = [torch.empty(len(one) + 1, dtype=torch.int32) for one in expected]
         dist.all_to_all(outs, grown)
@@ -138,7 +138,7 @@ def test_blocks_on_nodes(placement: Placement) -> None:
 
 
 def _messages(rank: Rank, placement: Placement, expected: dict[int, tuple[int, ...]]) -> None:
-    """By bytes of a block: messages of rank 0 in an all_to_all, of all ranks in a gather and in a scatter."""
+    """Counts messages by bytes per block: rank 0's in an all_to_all, all ranks' in a gather and in a scatter."""
     backend = on_nodes(rank, placement)._get_backend(torch.device("cpu"))
     world = rank.world_size
     for bytes_, counts in expected.items():
@@ -162,9 +162,9 @@ def _messages(rank: Rank, placement: Placement, expected: dict[int, tuple[int, .
     "placement, expected",
     [
         (TWO, {4: (2, 2, 2), 2000: (4, 6, 6)}),  # one by one
-        # One by one they would be 3, 6 and 6 in an all_to_all, 3 and 9 in a gather or scatter.
+        # One by one, they would be 3, 6 and 6 in an all_to_all, and 3 and 9 in a gather or scatter.
         ((0, 0, 0, 1, 1, 1), {4: (1, 3, 3), 2000: (2, 3, 9), 20_000: (4, 9, 9)}),
-        # A node of 8: 8, 16 and 16; 8 and 24.
+        # A node of 8: 8, 16 and 16 in an all_to_all; 8 and 24 in a gather or scatter.
         ((0, *[1] * 8), {4: (1, 8, 1), 2000: (2, 3, 3), 20_000: (9, 24, 24)}),
     ],
     ids=["2+2", "3+3", "1+8"],
@@ -174,7 +174,7 @@ def test_messages_between_nodes(placement: Placement, expected: dict[int, tuple[
 
 
 def _every_type(rank: Rank, placement: Placement, counts: tuple[int, ...]) -> None:
-    """Every dtype and operation, to the bit; whole, in chunks, and scattered."""
+    """Checks every dtype and operation bit for bit: whole, in chunks, and scattered."""
     on_nodes(rank, placement)
     me, world = rank.rank, rank.world_size
     factors = [factor_of(r) for r in range(world)]
@@ -190,7 +190,7 @@ def _every_type(rank: Rank, placement: Placement, counts: tuple[int, ...]) -> No
             dist.reduce(x, 1, op_of(op, me))
             assert_same_bits(x, expected if me == 1 else inputs[me], f"reduce {what}")
             part = torch.empty(count, dtype=dtype)
-            turned = [[*inputs[r:], *inputs[:r]] for r in range(world)]  # turned[r][q]: what r has for q
+            turned = [[*inputs[r:], *inputs[:r]] for r in range(world)]  # turned[r][q] is what r sends to q
             dist.reduce_scatter(part, turned[me], op_of(op, me))
             wanted = reduce([turned[r][me] for r in range(world)], op, factors, placement)
             assert_same_bits(part, wanted, f"reduce_scatter {what}")
@@ -202,7 +202,7 @@ def test_every_type_on_nodes(placement: Placement) -> None:
 
 
 def _one_order(rank: Rank) -> None:
-    """What is exact does not depend on nodes: the same as on one machine, in groups made one after the other."""
+    """Exact operations do not depend on nodes: the result is that of one machine, in several groups in turn."""
     for placement in ((), TWO, (0, 1, 1, 1)):
         on_nodes(rank, placement)
         x = make_input(torch.int64, 90_001, 3, rank.rank)
@@ -217,7 +217,7 @@ def test_integers_do_not_know_nodes() -> None:
 
 
 def _sums(rank: Rank, count: int) -> dict[str, torch.Tensor]:
-    """Whatever adds, of inputs whose sums tell their order."""
+    """Runs everything that adds, with inputs whose sums reveal their order."""
     found, me, world = {}, rank.rank, rank.world_size
     inputs = torch.randn(count * world, generator=torch.Generator().manual_seed(me)) * 10.0 ** (me % 3)
     for dtype in (torch.float32, torch.bfloat16, torch.complex64):
@@ -237,8 +237,8 @@ def _sums(rank: Rank, count: int) -> dict[str, torch.Tensor]:
 
 
 def _flat_order(rank: Rank, placement: Placement) -> None:
-    """ARK_ORDER=flat gives the bits of one node; without it some differ."""
-    counts = (0, 1, 777, 1_100_003)  # the last in two chunks
+    """ARK_ORDER=flat gives the bits of a single node. Without it some differ."""
+    counts = (0, 1, 777, 1_100_003)  # the last one takes two chunks
     found = []
     for where, order in (((), "node"), (placement, "flat"), (placement, "node")):
         os.environ["ARK_ORDER"] = order
@@ -275,7 +275,7 @@ def test_all_ranks_have_one_order() -> None:
 
 
 def _subgroups(rank: Rank) -> None:
-    """Groups of the ranks of a node share memory; one over nodes is planned anew."""
+    """Groups within a node share memory. A group over several nodes gets its own plan."""
     world = on_nodes(rank, UNEVEN)
     plan = world._get_backend(torch.device("cpu")).plan
     parcels = ", all_to_all and gather aggregated per node up to 16 KB a pair, gloo between them"
@@ -301,7 +301,7 @@ def test_subgroups() -> None:
 
 
 def _beside(rank: Rank) -> None:
-    """Messages of the user's, whatever their tag, and collectives do not meet."""
+    """The user's messages, whatever their tag, do not mix with collectives."""
     rank.init()
     peer = 1 - rank.rank
     for tag in (0, 2**31 - 17):
@@ -322,7 +322,7 @@ def test_messages_beside_collectives() -> None:
 
 
 def _disagree(rank: Rank, placement: Placement, call: str) -> None:
-    """Rank 1 calls something else than the others; all hear of it soon, those on other nodes as well."""
+    """Rank 1 calls something else. All ranks get an error soon, also on other nodes."""
     on_nodes(rank, placement)
     dist.barrier()
     odd = rank.rank == 1
@@ -337,7 +337,7 @@ def _disagree(rank: Rank, placement: Placement, call: str) -> None:
             dist.all_gather([torch.empty(3) for _ in range(rank.world_size)], torch.ones(3))
         else:
             dist.barrier()
-        dist.barrier()  # who could go on alone, with a root that has not to wait, hears of it here
+        dist.barrier()  # a root that need not wait could go on alone, and gets the error here
     with pytest.raises(RuntimeError, match="ranks disagree"):
         dist.barrier()
     rank.report("heard")
@@ -351,7 +351,7 @@ def test_ranks_that_disagree(placement: Placement, call: str) -> None:
 
 def _broken_promise(rank: Rank) -> None:
     on_nodes(rank, TWO)
-    splits = [5000, 5000, 5000, 4000 if rank.rank == 0 else 5000]  # rank 0 sends rank 3 less than that expects
+    splits = [5000, 5000, 5000, 4000 if rank.rank == 0 else 5000]  # rank 0 sends rank 3 less than it expects
     with pytest.raises(RuntimeError, match=r"rank 0 sends 16000 bytes to rank 3.*20000"):
         dist.all_to_all_single(torch.empty(20_000), torch.ones(sum(splits)), [5000] * 4, splits)
         dist.barrier()
@@ -362,7 +362,7 @@ def test_a_broken_promise() -> None:
 
 
 def _alone(rank: Rank, placement: Placement, how: str, quiet: int) -> float:
-    """One rank does not come: it is stopped, killed, or calls abort()."""
+    """One rank does not call: it is stopped, killed, or calls abort()."""
     group = on_nodes(rank, placement, timeout=4.0 if how == "timeout" else 60.0)
     dist.barrier()
     rank.report("running")
@@ -420,7 +420,7 @@ def _beside_a_stopped_one(rank: Rank, placement: Placement, stopped: int) -> Non
     "placement, stopped", [(TWO, 3), by_night(TWO, 0), by_night((0, 1), 1), by_night(UNEVEN, 4)], ids=str
 )
 def test_a_stopped_rank_is_named_on_every_node(placement: Placement, stopped: int) -> None:
-    """Also by ranks that wait for a message of a rank that waits for it: that one's node finds out."""
+    """Also by ranks that wait for a rank that waits for it: the stopped rank's own node finds out."""
     with Job(_beside_a_stopped_one, len(placement), placement, stopped, destroy=False) as job:
         job.wait_all("running")
         time.sleep(0.3)
@@ -433,7 +433,7 @@ def test_a_stopped_rank_is_named_on_every_node(placement: Placement, stopped: in
 
 
 def _leaves_early(rank: Rank) -> None:
-    """A root leaves once its message is out; the other rank takes it later, and only then misses the root."""
+    """A root leaves once its message is sent. The other rank receives it later, and only then misses the root."""
     rank.init()
     x = torch.full((3,), 1.0 + rank.rank)
     if rank.rank == 1:
@@ -449,6 +449,6 @@ def _leaves_early(rank: Rank) -> None:
 def test_a_rank_that_leaves_early() -> None:
     with Job(_leaves_early, 2, env=GLOO) as job:
         job.wait_outcomes([1], 20)
-        time.sleep(0.2)  # for the end of its connection to be seen
+        time.sleep(0.2)  # lets the end of its connection be noticed
         job.go(0, "go")
         job.values(20)

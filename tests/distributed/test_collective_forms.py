@@ -1,6 +1,6 @@
-"""The other forms of a collective: sparse, coalesced, of objects, of scalars, of very many elements.
+"""Other forms of collectives: sparse, coalesced, of objects, of scalars, of very many elements.
 
-To the bit against a local reference, over shared memory and over Gloo (support/grid.py).
+Each is compared bit for bit with a local reference, over shared memory and over Gloo (support/grid.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _sparse(rank: Rank) -> None:
     for dtype, dense_dims in itertools.product((torch.float32, torch.float64, torch.int64), ((), (3,))):
         inputs = []
         for r in range(world):
-            entries = 0 if r == 1 else 3 + 2 * r  # one rank has none; indices repeat (not coalesced)
+            entries = 0 if r == 1 else 3 + 2 * r  # one rank has no entries; indices repeat (not coalesced)
             indices = torch.tensor([[(7 * i + r) % 10 for i in range(entries)], [(i + r) % 4 for i in range(entries)]])
             values = make_input(torch.int8, entries * max(1, sum(dense_dims)), 4, r).to(dtype)
             shape = (10, 4, *dense_dims)
@@ -36,7 +36,7 @@ def _sparse(rank: Rank) -> None:
         expected = functools.reduce(torch.add, [x.to_dense() for x in inputs])
         assert tensor.is_sparse, "the result stays sparse"
         assert_same_bits(tensor.to_dense(), expected, f"sparse all_reduce {dtype} {dense_dims}")
-    # Half types add in float32 and are rounded once: small numbers count together though none does alone.
+    # Half types add in float32 and round once: small numbers matter together even if each alone would be lost.
     for dtype, small in ((torch.bfloat16, 2**-8), (torch.float16, 2**-11)):
         value = torch.tensor([1.0 if me == 0 else small], dtype=dtype)
         tensor = torch.sparse_coo_tensor(torch.tensor([[3]]), value, (10,))
@@ -87,7 +87,7 @@ def _coalesced(rank: Rank) -> None:
     for i, (got, count) in enumerate(zip(outputs, counts, strict=True)):
         want = expected_of(torch.float32, count * world, i, world, "SUM")[count * me : count * (me + 1)]
         assert_same_bits(got, want, "reduce_scatter_tensor_coalesced")
-    # Tensors of several dtypes in one coalesced call: each keeps its own arithmetic.
+    # Tensors of several dtypes in one coalesced call. Each keeps its own arithmetic.
     mixed = [make_input(dtype, 77, 5, me) for dtype in (torch.float32, torch.bfloat16, torch.int32)]
     options = dist.AllreduceCoalescedOptions()
     try:
@@ -131,7 +131,9 @@ def test_object_collectives(world: int, carrier: str) -> None:
 
 
 def _scalars(rank: Rank) -> None:
-    """Tensors without dimensions, and one element at a stride: contiguous by name, odd to view as bytes."""
+    """Tensors without dimensions, and one element with a stride, which counts as contiguous but is hard to view as
+    bytes.
+    """
     rank.init()
     world, me = rank.world_size, rank.rank
     for dtype in (torch.float32, torch.int64, torch.bfloat16):
@@ -195,7 +197,7 @@ def test_shared_memory_and_gloo_carry_the_same_bits(world: int) -> None:
 
 
 def _huge(rank: Rank) -> None:
-    """More than 2^31 elements of one byte: indices must not be 32 bits wide."""
+    """More than 2^31 elements of one byte: indices must be wider than 32 bits."""
     rank.init(timeout=400)
     count = (1 << 31) + 5
     tensor = torch.zeros(count, dtype=torch.uint8)
@@ -210,6 +212,6 @@ def _huge(rank: Rank) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.limit(600)
+@pytest.mark.timeout(600)
 def test_more_than_two_to_the_31_elements() -> None:
     run_ranks(_huge, 2, timeout=500)

@@ -1,7 +1,7 @@
-"""Compressed collectives on CPU ranks: values against an oracle in plain torch (support/quantizer.py), to the bit.
+"""Compressed collectives on CPU ranks, compared bit for bit with an oracle in plain torch (support/quantizer.py).
 
-Over shared memory and over Gloo. What all ranks get is compared, residuals too; then what is refused, what ranks that
-disagree are told, and a peer that dies.
+They run over shared memory and over Gloo. Results and residuals of all ranks are compared. Further tests: refused
+input, the errors of ranks that disagree, and a peer that dies.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ark_torch.distributed import compressed_all_reduce
 pytestmark = [ark_only]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# Odd sizes, empty segments, one-element buckets, one bucket, exact segments, all widths.
+# Odd sizes, empty segments, one-element buckets, a single bucket, exact segments, all widths.
 LAYOUTS: dict[str, list[Segment]] = {
     "one bucket": [Segment(512)],
     "one element": [Segment(1, 3, 128)],
@@ -61,7 +61,7 @@ def _same(got: Tensor, expected: Tensor, what: str) -> None:
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{what}: {text}")
 
 
-# Rounding, op, with a residual: every pair of them once, two for a layout. At night all.
+# Rounding, op, whether with a residual. Every pair occurs once, two combinations per layout. At night all.
 SPREAD = (
     ("nearest", "sum", False),
     ("stochastic", "avg", True),
@@ -127,7 +127,7 @@ def test_values_of_every_dtype(world: int, carrier: str) -> None:
 
 
 def _threads(rank: Rank) -> None:
-    """Many buckets, which threads share: the bits do not depend on their number."""
+    """Many buckets, which threads share. The number of threads must not change the bits."""
     group = rank.init()
     inputs = _drawn(300_001, torch.bfloat16, 5, rank.world_size)
     arguments = _arguments([Segment(300_001, 4, 128)], Settings("uniform", "stochastic", 3))
@@ -177,7 +177,7 @@ def _functional(rank: Rank) -> None:
         ((40, 33), 8, "fp8", dist.ReduceOp.SUM),
     ):
         inputs = [x.view(shape) for x in _drawn(torch.Size(shape).numel(), torch.bfloat16, 3, world)]
-        given = inputs[me].mT.contiguous().mT if len(shape) > 1 else inputs[me]  # other strides, the same elements
+        given = inputs[me].mT.contiguous().mT if len(shape) > 1 else inputs[me]  # other strides, same elements
         got = compressed_all_reduce(given, bits=bits, bucket=256, format=format, op=op)
         segments = [Segment(given.numel(), bits, 256)]
         flat = [x.flatten() for x in inputs]
@@ -224,7 +224,7 @@ def test_compiled(backend: str) -> None:
 
 
 def _fakes(rank: Rank) -> None:
-    """What fake tensors say of shapes is so."""
+    """Fake tensors predict the correct shapes."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     torch.set_num_threads(1)
@@ -269,8 +269,10 @@ def test_the_quantiser_alone(format: str, rounding: str) -> None:
 
 
 def test_chance_never_passes_the_last_code() -> None:
-    """A range whose quotient is one unit in the last place above the last code; in so many draws the greatest chance,
-    65535 of 65536, comes several times."""
+    """The quotient exceeds the last code by one unit in the last place.
+
+    With so many draws, the greatest chance, 65535 of 65536, occurs several times.
+    """
     high = float.fromhex("0x1.0a7d3ep+0")
     x = torch.zeros(64 * 4096)
     x[1::2] = high
@@ -281,7 +283,7 @@ def test_chance_never_passes_the_last_code() -> None:
 
 
 def _not_finite(rank: Rank) -> None:
-    """A NaN or an infinity stays one, and its bucket owes nothing; other buckets are as they were."""
+    """A NaN or an infinity stays one and leaves no residual in its bucket. Other buckets are not affected."""
     torch.set_num_threads(1)
     group = rank.init().group_name
     for bad, (format, bits), dtype in product(
@@ -299,7 +301,7 @@ def _not_finite(rank: Rank) -> None:
             assert (residual[256:512] == 0).all()
         exact = torch.ops.ark.compressed_all_reduce(
             x, None, [1000], [0], [256], format, "nearest", 0, "sum", group
-        )  # stays where it is, of its own kind
+        )  # same position, same kind
         assert torch.equal(exact[300], torch.tensor(bad + 0.2, dtype=dtype)) or exact[300].isnan()
         assert exact.isfinite().sum() == 999
 
@@ -309,7 +311,7 @@ def test_nan_and_infinity_are_never_clipped() -> None:
 
 
 def _feedback(rank: Rank) -> None:
-    """With a residual nothing is lost over time: what was sent and what is owed add up to what there was."""
+    """With a residual nothing is lost over time: the sums of sent values and residual equal the input."""
     torch.set_num_threads(1)
     group = rank.init().group_name
     world, count, steps = rank.world_size, 3000, 30
@@ -325,7 +327,7 @@ def _feedback(rank: Rank) -> None:
         parts = 1 if op == "sum" else world
         exact = sum(inputs) * steps
         torch.testing.assert_close(sent * parts + owed, exact, rtol=1e-4, atol=1e-3)
-        assert (sent * parts - exact).abs().max() > 0.05  # 2 bits do lose something each time
+        assert (sent * parts - exact).abs().max() > 0.05  # 2 bits lose something each time
 
 
 def test_a_residual_loses_nothing_over_time() -> None:
@@ -333,7 +335,7 @@ def test_a_residual_loses_nothing_over_time() -> None:
 
 
 def _call(**changed: Any) -> Tensor:
-    """compressed_all_reduce of 1000 elements, but for what is changed."""
+    """Calls compressed_all_reduce of 1000 elements with the changed arguments."""
     of: dict[str, Any] = {
         "input": torch.ones(1000),
         "residual": None,
@@ -378,7 +380,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 def _bad_input(rank: Rank) -> None:
-    """One rank's mistake is an error on all, and the group goes on."""
+    """One rank's mistake is an error on all ranks, and the group still works."""
     rank.init(timeout=20)
     culprit = rank.rank == 1
     for what, (changed, kind, text) in BAD.items():
@@ -396,7 +398,7 @@ def _bad_input(rank: Rank) -> None:
 
 
 def _other(what: str) -> dict[str, Any]:
-    """Good arguments that no call before had: ranks compare those of the first call alone."""
+    """Valid arguments that no earlier call had, because ranks compare only the first call of a kind."""
     numel = 1000 + 8 * (1 + list(BAD).index(what))
     return {"input": torch.ones(numel), "numel": [numel]}
 
@@ -441,7 +443,7 @@ def test_bad_input_of_the_quantiser() -> None:
 
 
 def _disagree(rank: Rank) -> None:
-    """Ranks with different settings learn both values, at the first call that differs."""
+    """Ranks with different settings get an error with both values, at the first call that differs."""
     rank.init(timeout=20)
     odd = rank.rank == 1
     several = {"numel": [400, 600], "bucket": [512] * 2}

@@ -1,4 +1,4 @@
-"""Training with few bits ends where exact training ends: the short form of benchmarks/compression_accuracy.py."""
+"""Training with few bits converges like exact training: the short form of benchmarks/compression_accuracy.py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [ark_only]
 
 
 def _losses(rank: Rank, ways: list[dict[str, Any] | None], steps: int) -> list[float]:
-    """Held-out loss at the end, by way: a GPT of a layer on this package's own source."""
+    """Returns the final held-out loss for each way: a one-layer GPT on this package's own source."""
     sys.path.insert(0, str(start.TESTS.parent / "examples"))
     from gpt.data import load_corpus
     from gpt.model import ModelConfig
@@ -39,7 +39,7 @@ def _losses(rank: Rank, ways: list[dict[str, Any] | None], steps: int) -> list[f
 
 
 def _least_squares(rank: Rank, settings: dict[str, Any] | None) -> Tensor:
-    """Weights after SGD on noisy targets: ranks' own gradients do not vanish where their mean does."""
+    """Returns weights after SGD on noisy targets, where ranks' gradients do not vanish when their mean does."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(256, 64, generator=generator)
     targets = inputs @ torch.randn(64, 32, generator=generator) + 3 * torch.randn(256, 32, generator=generator)
@@ -68,7 +68,7 @@ def _sgd(rank: Rank) -> list[float]:
 
 
 def test_sgd_arrives_with_feedback_alone() -> None:
-    """Without it what is rounded away at each step is never made up for."""
+    """Without feedback, what is rounded away at each step is lost forever."""
     two, two_forgetful, one, one_forgetful = run_ranks(_sgd, 2)[0]
     assert two < 0.1 and two < 0.5 * two_forgetful, (two, two_forgetful)
     assert one < 0.2 and one < 0.5 * one_forgetful, (one, one_forgetful)
@@ -82,7 +82,7 @@ def test_four_bits_train_as_exact_ones_do() -> None:
 
 
 def _digits(rank: Rank, ways: list[dict[str, Any] | None], steps: int) -> list[tuple[float, float]]:
-    """Accuracy on the test images at the end, and which part of the exact bytes was sent, by way."""
+    """Returns, for each way, the final accuracy on the test images, and the part of the exact bytes that was sent."""
     sys.path.insert(0, str(start.TESTS.parent / "benchmarks"))
     import digits
 

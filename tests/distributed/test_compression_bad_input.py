@@ -1,4 +1,4 @@
-"""What compression refuses, and how it says so; NaN and Inf; the residuals' checkpoints."""
+"""What compression refuses and the error messages; NaN and Inf; checkpoints of residuals."""
 
 from __future__ import annotations
 
@@ -120,13 +120,13 @@ def test_ark_disabled_is_exact_and_told() -> None:
 
 
 def test_under_debug_detail_it_is_exact_and_told() -> None:
-    """PyTorch's checker stands between a group and the operators."""
+    """PyTorch's checker hides the group from the operators."""
     why = "TORCH_DISTRIBUTED_DEBUG=DETAIL hides ark's group from its operators"
     run_ranks(_disabled, 2, why, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
 
 
 def _foreign(rank: Rank) -> None:
-    """A parameter that the state's module does not have; a sparse tensor of integers cannot come from DDP."""
+    """A parameter that the state's module does not have. DDP cannot produce a sparse tensor of integers."""
     rank.init()
     ddp = DDP(nn.Linear(64, 64))
     ddp.register_comm_hook(compression.State(module=nn.Linear(64, 64)), compression.hook)
@@ -207,12 +207,12 @@ def _saved(state: compression.State) -> Any:
 
 def _make(**settings: Any) -> tuple[DDP, compression.State]:
     torch.manual_seed(0)
-    # One layer: DDP's buckets, by which ranks share the work, are in another order in the first step.
+    # One layer only: in the first step DDP's buckets, by which ranks share the work, have another order.
     return hooked(nn.Sequential(nn.Linear(64, 65, bias=False)), **settings)
 
 
 def _restored(rank: Rank) -> Any:
-    """Training that is interrupted has the bits of training that is not."""
+    """Interrupted training gives the same bits as uninterrupted training."""
     rank.init()
     for settings in ({"bits": 2}, {"bits": 4, "rounding": "stochastic", "error_feedback": True, "seed": 7}):
         straight, _ = _make(**settings)

@@ -1,7 +1,7 @@
-"""The hook under DistributedDataParallel, in all of DDP's ways.
+"""The compression hook under DistributedDataParallel, in all of DDP's modes.
 
-What holds whatever the bits: results of all steps and what residuals still hold sum up to the exact means, so nothing
-is lost; and all ranks get the same bits.
+For any number of bits, the sum of all steps' results and the remaining residuals equals the exact means, so nothing is
+lost, and all ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = [ark_only]
 
 
 class Net(nn.Module):
-    """Odd sizes, an empty and a one-element parameter, and two branches of which a step takes one."""
+    """Odd sizes, an empty and a one-element parameter, and two branches, of which a step uses one."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def _backward(model: nn.Module, step: int, rank: int, branch: str, part: int = 0
 
 
 def _exact(step: int, group: Any, branch: str, parts: int) -> dict[str, Tensor]:
-    """The mean gradients of a step."""
+    """Returns the mean gradients of a step."""
     alone = Net()
     for part in range(parts):
         _backward(alone, step, dist.get_rank(group), branch, part)
@@ -162,7 +162,7 @@ def test_nothing_is_lost_carried_by_gloo() -> None:
 
 
 def _as_oracle(rank: Rank) -> None:
-    """With nearest rounding, step by step; the oracle's residuals are those of the last step."""
+    """With nearest rounding, step by step. The oracle's residuals are those of the last step."""
     rank.init()
     for bits, bucket, feedback in ((4, 128, True), (8, 512, True), (2, 128, False)):
         torch.manual_seed(0)
@@ -185,7 +185,7 @@ def _as_oracle(rank: Rank) -> None:
                 given, residual, [9100], [bits], [bucket], "uniform", "nearest", 0, "avg", state.group.group_name
             )
             got = ddp.module.weight.grad.flatten()
-            # A value between two codes may go the other way where the last bit of a sum differs.
+            # A value between two codes may be rounded differently if the last bit of a sum differs.
             step = float((wanted.max() - wanted.min()) / (2**bits - 1))
             apart = (got - wanted).abs()
             assert (apart > 1e-4 * step).float().mean() < 0.01 and apart.max() < 1.5 * step, (bits, number)
@@ -197,7 +197,7 @@ def test_results_are_the_oracles() -> None:
 
 
 def _subgroups(rank: Rank) -> None:
-    """Ranks 1 and 2 of three train in a group of their own; the world's other member does nothing."""
+    """Ranks 1 and 2 of three train in their own group. The other rank does nothing."""
     rank.init()
     group = dist.new_group([1, 2])
     if rank.rank == 0:
@@ -211,7 +211,7 @@ def _subgroups(rank: Rank) -> None:
 
 
 def test_subgroups() -> None:
-    """CGX reduces over the world, whatever the group."""
+    """CGX always reduces over the world."""
     run_ranks(_subgroups, 3)
 
 
@@ -258,7 +258,7 @@ def test_bfloat16_and_float16_and_float64_exact() -> None:
 
 
 def _join(rank: Rank) -> None:
-    """Rank 0 has fewer batches; while the others go on it answers with zeros (and what it had lost before)."""
+    """Rank 0 has fewer batches. While the others continue, it sends zeros and its old residuals."""
     group = rank.init()
     ddp = DDP(Net())
     state = compression.State(bits=4, module=ddp)
@@ -278,7 +278,7 @@ def _join(rank: Rank) -> None:
 def _last_mean(ddp: DDP, group: Any) -> bool:
     alone = Net()
     _backward(alone, 4, 1, "both")
-    wanted = alone.into.weight.grad / 2  # rank 0 had none
+    wanted = alone.into.weight.grad / 2  # rank 0 had no batch
     got = ddp.module.into.weight.grad
     return bool((got - wanted).norm() < 0.5 * wanted.norm())
 
@@ -288,7 +288,7 @@ def test_join() -> None:
 
 
 def _large(rank: Rank) -> None:
-    """A layer longer than DDP's buckets and than any piece in which the group moves bytes."""
+    """A layer larger than DDP's buckets and than any piece in which the group moves bytes."""
     group = rank.init()
     ddp = DDP(nn.Linear(2048, 3001, bias=False), bucket_cap_mb=1)
     state = compression.State(bits=8, module=ddp, rounding="nearest")
@@ -304,12 +304,12 @@ def _large(rank: Rank) -> None:
 
 
 def test_a_layer_larger_than_a_bucket_is_reduced_whole() -> None:
-    """CGX leaves what exceeds its fusion buffer unreduced."""
+    """CGX does not reduce what exceeds its fusion buffer."""
     run_ranks(_large, 2)
 
 
 def _plain_stays_exact(rank: Rank) -> None:
-    """Beside a hook on the same group."""
+    """A plain all_reduce on the same group as a hook."""
     group = rank.init()
     before, after = (torch.randn(5000, generator=torch.Generator().manual_seed(rank.rank)) for _ in range(2))
     dist.all_reduce(before)
@@ -349,7 +349,7 @@ def _pytorchs_hooks(rank: Rank) -> None:
         mean.div_(rank.world_size)
     power = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=8, start_powerSGD_iter=2)
 
-    # DDP refuses the bfloat16 hook by its name where there is no NCCL.
+    # Without NCCL, DDP refuses the bfloat16 hook by its name.
     def bf16(state, bucket):  # type: ignore[no-untyped-def]
         return default_hooks.bf16_compress_hook(state, bucket)
 

@@ -1,4 +1,4 @@
-"""fully_shard with compressed exchanges: parameters gathered in few bits, gradients scattered with error feedback."""
+"""fully_shard with compressed communication: few-bit parameter gathers, gradient scatters with error feedback."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _exact(step: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
 
 
 def _conserved(rank: Rank, model: nn.Module, state: compression.State, world: int) -> None:
-    """With exact parameters: gradients of all steps and what residuals hold sum up to the exact means."""
+    """With exact parameters, the sum of all gradients and residuals equals the exact means."""
     sums: dict[str, list[Tensor]] = {}
     for step in range(4):
         model.zero_grad()
@@ -85,12 +85,12 @@ def _feedback(rank: Rank) -> None:
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_no_gradient_is_lost(world: int) -> None:
-    """CGX has no reduce_scatter, and so no FSDP."""
+    """CGX has no reduce_scatter, and so cannot support FSDP."""
     run_ranks(_feedback, world)
 
 
 def _parameters(rank: Rank) -> None:
-    """Forward and backward see 8-bit parameters, alike on all ranks; master weights stay exact."""
+    """Forward and backward use 8-bit parameters, equal on all ranks. Master weights stay exact."""
     rank.init()
     model = _sharded()
     before = {name: parameter.full_tensor().clone() for name, parameter in model.named_parameters()}
@@ -110,7 +110,7 @@ def _parameters(rank: Rank) -> None:
 
     for index in (0, 2, 4):
         model[index].which = f"{index}.weight"
-        model[index].register_forward_pre_hook(look)  # behind the one that gathers
+        model[index].register_forward_pre_hook(look)  # after the hook that gathers
     with mock.patch.object(fsdp2.exchange, "all_gather", note):
         model(_batch(0, rank.rank)).square().mean().backward()
     assert len(gathered) == 3 and all(len(calls) == 2 for calls in gathered.values())
@@ -135,7 +135,7 @@ def test_parameters_in_eight_bits() -> None:
 
 
 def _trains(rank: Rank) -> None:
-    """bfloat16 compute, gradient accumulation, frozen layers, clipping: close to exact, and the loss falls."""
+    """bfloat16 compute, gradient accumulation, frozen layers, clipping: close to exact, and the loss decreases."""
     rank.init()
     losses = {}
     for compressed in (False, True):
@@ -162,7 +162,7 @@ def test_trains_as_exact_does() -> None:
 
 
 def _replicated(rank: Rank) -> None:
-    """Shards in pairs, replicas between them: the shard group is a subgroup."""
+    """Pairs of shards, with replicas between the pairs: the shard group is a subgroup."""
     rank.init()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = _sharded(mesh=mesh)
@@ -229,7 +229,7 @@ def test_what_it_refuses() -> None:
 
 
 def _fallbacks(rank: Rank) -> None:
-    """What cannot be laid out by layers goes exact, and is told once."""
+    """What cannot be split by layers stays exact, and is reported once."""
     rank.init()
     heard = Heard()
 

@@ -16,7 +16,7 @@ from support.rank import Rank
 from torch import Tensor, nn
 
 from ark_torch.distributed import compression
-from ark_torch.distributed.compression import auto, layers, loading, rules, zeros
+from ark_torch.distributed.compression import auto, loading, rules, zeros
 
 pytestmark = [ark_only]
 
@@ -71,7 +71,7 @@ def test_rules_by_name_and_pattern() -> None:
 
 
 def test_bits_by_marginal_gain_are_nearly_the_best_there_are() -> None:
-    """Against all ways to give four layers 1 to 8 bits in the budget."""
+    """Compares with all ways to give four layers 1 to 8 bits within the budget."""
     numels, sums = [100, 40, 300, 50], [(1.0, 5.0), (2.0, 90.0), (0.1, 20.0), (0.01, 0.5)]
     for feedback, relative in itertools.product((False, True), repeat=2):
         errors = [auto.errors_of(*pair, n, feedback, relative) for pair, n in zip(sums, numels, strict=True)]
@@ -85,7 +85,7 @@ def test_bits_by_marginal_gain_are_nearly_the_best_there_are() -> None:
             best = min(error(bits) for bits in ways if sum(b * n for b, n in zip(bits, numels, strict=True)) <= allowed)
             chosen = auto.allocate(errors, numels, budget, least=1)
             assert sum(b * n for b, n in zip(chosen, numels, strict=True)) <= allowed
-            # The best but for the next step of the layer that did not fit any more.
+            # At most worse than the best by the next step of the layer that did not fit.
             less = max(one[b - 1] - min(one) for one, b in zip(errors, chosen, strict=True))
             assert error(chosen) <= best + less, (budget, chosen)
     flat = auto.errors_of(0.0, 0.0, 10, False, True)
@@ -105,7 +105,7 @@ def test_what_counts_is_absolute_for_sgd_and_relative_for_adam() -> None:
 
 
 def _chances(rank: Rank) -> None:
-    """Rounded by chance, the same gradients come out otherwise in each step, and right on average."""
+    """With stochastic rounding, the same gradients give different results in each step, with the right average."""
     rank.init()
     torch.manual_seed(0)
     model = nn.Linear(64, 64, bias=False)
@@ -142,7 +142,7 @@ def _automatic(rank: Rank) -> None:
         ddp.zero_grad()
         x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step + 10 * rank.rank))
         if rank.rank == 0:
-            x = 0.1 * x  # what ranks measure differs, what they choose must not
+            x = 0.1 * x  # ranks measure different values but must choose the same
         (ddp(x) * 1e2).square().mean().backward()
     bits = {layer.name: state.width(layer)[0] for layer in state.layers}
     assert bits["2.weight"] == 8 and bits["0.weight"] + bits["1.weight"] == 8, bits
@@ -173,7 +173,7 @@ def test_spread_is_by_bucket() -> None:
 
 @pytest.mark.parametrize("bits", [1, 2, 3])
 def test_few_bits_lose_less_than_there_is_when_values_are_drawn_in(bits: int) -> None:
-    """What error feedback needs; from least to greatest value it is not so."""
+    """Error feedback requires this. With a range from the least to the greatest value it does not hold."""
     generator = torch.Generator().manual_seed(bits)
     values = torch.randn(8 * 512, generator=generator) * torch.rand(8 * 512, generator=generator).reciprocal().sqrt()
     values += 0.01
@@ -198,7 +198,7 @@ def test_few_bits_lose_less_than_there_is_when_values_are_drawn_in(bits: int) ->
 
 
 def _rows_of(given: Tensor, residual: Tensor, bits: int) -> Tensor:
-    """An exchange of one rank: two rows of a quantised layer and an exact one."""
+    """The exchange of one rank: two rows of a quantised layer and an exact one."""
     sent = torch.cat([oracle.segments(row, [4 * 512 - 7, 7], [bits, 0], [512, 512], "uniform", "nearest", 0)
                       for row in given.view(2, -1)])  # fmt: skip
     residual += given - sent
@@ -217,7 +217,7 @@ def test_a_nan_bucket_leaves_nothing_behind() -> None:
 
 
 class Adapted(nn.Module):
-    """A frozen body with small matrices beside it, as LoRA trains them; and a head."""
+    """A frozen body with small matrices beside it, as in LoRA, and a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ def _bytes(rank: Rank) -> None:
     assert small.bytes_exact < 0.3 * everything.bytes_exact
     assert small.bytes_sent < 0.3 * everything.bytes_sent < 0.3 * 0.25 * everything.bytes_exact
 
-    # The last layers only, without freezing: the body's and the adapters' gradients are zero on all ranks.
+    # Only the last layers learn, without freezing: the gradients of body and adapters are zero on all ranks.
     last = Adapted()
     for one in last.body:
         one.register_forward_hook(lambda module, inputs, output: output.detach())
@@ -267,20 +267,20 @@ def test_frozen_and_zero_layers_send_nothing() -> None:
 
 
 def test_how_often_flags_are_asked_for() -> None:
-    """Each step on the CPU; on a GPU each 64th, and each while a layer is left out."""
-    made = [layers.Layer("a", [4, 4], None), layers.Layer("b", [4, 4], None)]
+    """On the CPU in each step. On a GPU in each 64th, and in each while a layer is skipped."""
+    made = (1, 2)
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert all(zeros.Zeros(None).asks(made, cpu) for _ in range(3))
     sometimes = zeros.Zeros(None)
     assert [sometimes.asks(made, cuda) for _ in range(130)] == [step % 64 == 0 for step in range(130)]
-    sometimes._left_out.add(tuple(map(id, made)))
+    sometimes._left_out.add(made)
     assert sometimes.asks(made, cuda)
     always, never = zeros.Zeros(True), zeros.Zeros(False)
     assert all(always.asks(made, cuda) for _ in range(3)) and not any(never.asks(made, cpu) for _ in range(3))
 
 
 def _zero_here(rank: Rank) -> None:
-    """A layer that one rank does not use travels; one that none uses keeps what it lost until it is used again."""
+    """A layer that one rank does not use is sent. One that no rank uses keeps its residual until it is used again."""
     rank.init()
     torch.manual_seed(0)
 
@@ -339,9 +339,9 @@ def _sparse(rank: Rank) -> None:
     ddp, state = hooked(Bags(), bits=8)
     alone = Bags()
     for step in range(3):
-        count = [0, 1, 40][(step + rank.rank) % 3]  # other numbers of rows on each rank, none at all too
-        rows = torch.randint(1000, (count,), generator=torch.Generator().manual_seed(step))  # rows that ranks share
-        rows = torch.cat([rows, rows[:5]])  # and rows that come twice
+        count = [0, 1, 40][(step + rank.rank) % 3]  # each rank has another number of rows, possibly none
+        rows = torch.randint(1000, (count,), generator=torch.Generator().manual_seed(step))  # ranks share rows
+        rows = torch.cat([rows, rows[:5]])  # some rows occur twice
         for model in (ddp, alone):
             model.zero_grad()
             model(rows).square().sum().backward()
@@ -364,7 +364,7 @@ def test_sparse_gradients_as_index_and_value(world: int) -> None:
 
 
 def _faster(rank: Rank, wins: bool) -> None:
-    """With times that are made up: ranks agree although only one of them sees a loss."""
+    """With fake times: ranks agree although only one of them measures a loss of speed."""
     from unittest import mock
 
     from ark_torch.distributed.compression import contest
@@ -394,7 +394,7 @@ def _faster(rank: Rank, wins: bool) -> None:
             if step == contest.CALLS + 2:
                 exact = torch.allclose(ddp.module.weight.grad, exact_mean, atol=1e-5)
                 assert exact != wins, "the last step"
-    if not wins:  # and what had been lost before has arrived
+    if not wins:  # earlier residuals have been delivered as well
         torch.testing.assert_close(sums[0], sums[1], rtol=1e-3, atol=1e-3)
     said = heard.of("is sent exact from now on")
     assert len(said) == int(not wins and rank.rank == 0), heard.lines

@@ -1,4 +1,4 @@
-"""The crew's own promises: bodies share ranks and nothing else; what goes wrong costs the crew, not the next body."""
+"""Tests the crew itself: bodies share only the ranks, and an error costs the crew, not the next body."""
 
 from __future__ import annotations
 

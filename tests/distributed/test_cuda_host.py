@@ -1,4 +1,4 @@
-"""The host's side of CUDA tensors on a pretended device: groups that ark cannot carry, bad input, machines, times.
+"""The host side of CUDA tensors on a pretended device: groups that ark cannot carry, bad input, machines, times.
 
 No kernel runs here.
 """
@@ -26,7 +26,7 @@ pytestmark = [ark_only]
 
 
 def _through_the_host(rank: Rank, refused: bool) -> None:
-    """What ranks share is memory of the host, whether devices reach each other or not. Without such memory: NCCL."""
+    """Ranks share host memory, whether devices reach each other or not. Without such memory NCCL takes over."""
     group, carriers, lines = begin(rank)
     pretended.driver.pretend_reach(0)
     if refused and rank.rank == 0:
@@ -70,7 +70,7 @@ def _nodes(rank: Rank) -> None:
 
 
 def _without_nccl(rank: Rank) -> None:
-    """Gloo carries what ark cannot where there is no NCCL; as an entry of the table it would be none."""
+    """Without NCCL, Gloo carries what ark cannot. The table's NCCL entries do not apply to it."""
     group, _, lines = begin(rank, carrier="gloo", cuda_dispatch=table(rank.world_size))
     big = every(rank, group, BIG)
     assert not any(big.values()), big
@@ -111,7 +111,7 @@ def _bad_machine(rank: Rank, case: str, who: int) -> str:
     with pytest.raises(type(caught.value)):
         dist.all_reduce(on_rank(rank, torch.ones(8)), group=group)
     host = torch.ones(8)
-    dist.all_reduce(host, group=group)  # CPU tensors go on
+    dist.all_reduce(host, group=group)  # CPU tensors still work
     assert host[0].item() == rank.world_size
     return str(caught.value)
 
@@ -127,7 +127,7 @@ def test_machines_that_will_not_do(pretended_gpu: Any, case: str, who: int) -> N
 
 
 def _no_compiler(rank: Rank, who: int) -> str:
-    """NVRTC that does not open is found at the first kernel, when the peers wait for this rank's already."""
+    """A missing NVRTC is found at the first kernel, when the peers already wait for this rank."""
     if who in (-1, rank.rank):
         os.environ["ARK_NVRTC"] = __file__
         os.environ["ARK_CACHE"] = str(rank.scratch / "cache")
@@ -165,10 +165,10 @@ def test_no_driver(pretended_gpu: Any) -> None:
 
 
 def _wrong_device(rank: Rank) -> None:
-    """The device that init_process_group was given is the rank's; and every rank has one of its own."""
+    """The rank must use the device passed to init_process_group, and every rank its own."""
     pretended.enter()
     pretended.device.set_device(rank.rank)
-    torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cuda")  # checked by torch.distributed
+    torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cuda")  # torch.distributed checks it
     torch.accelerator.device_count = lambda: 16
     rank.init(device_id=torch.device("cuda", rank.rank))
     with pytest.raises(ValueError, match=r"is on cuda:5, but init_process_group was given device_id=cuda:\d.*Move"):
@@ -185,7 +185,7 @@ def test_wrong_device(pretended_gpu: Any) -> None:
 
 
 def _shared_by_some(rank: Rank) -> None:
-    """The memory of ranks that may share a GPU is divided otherwise than that of ranks that have one each."""
+    """Ranks that may share a GPU divide their memory differently from ranks that have one each."""
     pretended.enter()
     os.environ["ARK_SHARE_GPU"] = "1" if rank.rank == 0 else "0"
     rank.init()
@@ -223,7 +223,7 @@ def _bad_input(rank: Rank) -> None:
     refused(rf"cuda:{other}, but this group uses", lambda: backend.send([there], other, 0))
     early = backend.broadcast([here])
     pretended.driver.pretend_capture(5)
-    # Under capture: what cannot be captured says so, and the capture goes on.
+    # Under capture, what cannot be captured raises an error, and the capture continues.
     refused("under graph capture for an operation that was issued before.*Wait for it before", early.wait)
     dist.all_reduce(here, group=group)
     pretended.driver.pretend_capture(0)
@@ -250,12 +250,12 @@ def _times(rank: Rank, timing: bool) -> None:
     assert [entry["state"] for entry in entries] == ["completed"] * 3
     for entry in entries:
         assert entry["time_ended_ns"] is not None
-        if timing:  # as the device says, an event of the pretended one coming every 1.5 ms
+        if timing:  # measured by the device: a pretended event completes every 1.5 ms
             assert entry["duration_ns"] == 1_500_000, entry
             assert entry["time_created_ns"] <= entry["time_started_ns"] == entry["time_ended_ns"] - 1_500_000
-        else:  # nobody knows when it began
+        else:  # the start is unknown
             assert entry["duration_ns"] is None and entry["time_started_ns"] is None, entry
-    # What runs is told as started, when somebody looks.
+    # A running operation is reported as started when somebody looks.
     pretended.device.lag(True)
     backend.allreduce([x])
     state = ark_torch.flight_record()["entries"][-1]
@@ -274,7 +274,7 @@ def test_times_of_the_device(pretended_gpu: Any, timing: bool) -> None:
 
 
 def _no_copy_engines(rank: Rank) -> list[str]:
-    """What copy engines need cannot be shared any more when the first large call comes: kernels go on."""
+    """When the first large call comes, the memory for copy engines can no longer be shared. Kernels take over."""
     group, _, lines = begin(rank)
     dist.all_reduce(on_rank(rank, torch.ones(8)), group=group)
     pretended.driver.pretend_reach(0)

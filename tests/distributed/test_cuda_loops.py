@@ -1,6 +1,6 @@
-"""Loop kernels on a pretended GPU that will not do: the region is another backend's, and the figure is told.
+"""Loop kernels on an unsuitable pretended GPU: another backend gets the region, and the error gives the number.
 
-Shapes and numbers stay on the CPU: only the region is made for the GPU, and no kernel runs.
+Shapes and numbers stay on the CPU. Only the region is made for the GPU, and no kernel runs.
 """
 
 from __future__ import annotations
@@ -89,6 +89,6 @@ def _said(rank: Rank, version: int, capability: tuple[int, int]) -> list[str]:
     ids=["old driver", "old device"],
 )
 def test_what_is_too_old(pretended_gpu: Any, version: int, capability: tuple[int, int], told: str) -> None:
-    """One sentence, said once."""
+    """One sentence, logged once."""
     ((one,),) = run_ranks(_said, 1, version, capability, env=pretended_gpu)
     assert re.search(told, one) and "\n" not in one, one

@@ -1,4 +1,4 @@
-"""Rows of mixtures of experts on a pretended device: who meets whom, and what is launched; none runs here."""
+"""Mixtures of experts on a pretended device: which ranks exchange data, and what is launched. No kernel runs."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def _launches(rank: Rank) -> None:
     backend = group._get_backend(torch.device("cuda"))
 
     def counted(call: Any) -> tuple[int, int]:
-        """How many kernels it launched, and how many operations of the group it took."""
+        """Returns how many kernels the call launched, and how many operations of the group it used."""
         launches, operations = pretended.driver.pretend_launches(), backend._get_sequence_number_for_group()
         call()
         return (pretended.driver.pretend_launches() - launches,
                 backend._get_sequence_number_for_group() - operations)  # fmt: skip
 
-    # Where max_tokens is not given, ranks tell each other how many they have in every call.
+    # Without max_tokens, ranks exchange their numbers of tokens in every call.
     given: dict[str, Any] = {"num_experts": 4}
     for more, tokens, told in (
         ({}, 6 + rank.rank, (1, 1, 1)),
         ({"max_tokens": 8}, 6 + rank.rank, (1, 0, 0)),
-        ({"max_tokens": 8}, 3 * rank.rank, (0, 0, 0)),  # nobody compares tokens
+        ({"max_tokens": 8}, 3 * rank.rank, (0, 0, 0)),  # tokens are not compared
     ):
         x, ids, weights = _tokens(rank, tokens)
         there = partial(moe_dispatch, x, ids, group, **given, **more)
@@ -51,7 +51,7 @@ def _launches(rank: Rank) -> None:
         assert rows.shape == (2 * handle.max_tokens * 2, 64) and counts.shape == (2,) and counts.dtype == torch.int64
         assert handle.max_tokens == (8 if more else 7) and handle.places.shape == (2, tokens, 2)
         back = partial(moe_combine, rows, handle, weights)
-        assert counted(back) == (1, 2 if told[0] else 1)  # of a size they have not met with
+        assert counted(back) == (1, 2 if told[0] else 1)  # the first call with this size
         assert back().shape == (tokens, 64) and counted(back) == (1, 1)
     with pytest.raises(dist.DistBackendError, match="rank 1 has another max_rows than rank 0"):
         moe_dispatch(x, ids, group, **given, max_tokens=8, max_rows=40 + rank.rank)
@@ -68,7 +68,7 @@ def test_ranks_meet_when_they_must(pretended_gpu: Any) -> None:
 
 
 def _captured(rank: Rank) -> None:
-    """Under capture nobody meets for memory; a larger block than there was cannot be captured first."""
+    """Under capture ranks cannot meet for memory, so a block larger than any before cannot be captured first."""
     _jit.configure()
     group, _, _ = begin(rank)
     small, large = _tokens(rank), _tokens(rank, 4000, dim=512)
@@ -88,7 +88,7 @@ def test_under_capture(pretended_gpu: Any) -> None:
 
 
 def _layer(rank: Rank) -> None:
-    """There, two products, back: in one operation of the group."""
+    """Dispatch, two products and combine, in one operation of the group."""
     _jit.configure()
     group, _, _ = begin(rank)
     backend = group._get_backend(torch.device("cuda"))
@@ -115,7 +115,7 @@ def test_a_layer(pretended_gpu: Any) -> None:
 
 
 def _alone(rank: Rank) -> None:
-    """One rank: kernels, and nobody to wait for."""
+    """One rank: only kernels, no waiting."""
     _jit.configure()
     group, _, _ = begin(rank)
     x, ids, weights = _tokens(rank)

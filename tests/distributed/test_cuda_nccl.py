@@ -1,7 +1,7 @@
-"""NCCL as an entry of the dispatch table for CUDA tensors: what it carries, when it is made, failures. No GPU needed.
+"""NCCL as an entry of the dispatch table for CUDA tensors: what it carries, when it is created, failures. Needs no GPU.
 
-NCCL is stood in for by a Recorder (support/pretended): what it carries is really carried, by a CPU group over the same
-memory, and what ark's kernels would do is not done. So a result tells who carried it.
+A Recorder (support/pretended) stands in for NCCL. It really carries its operations by a CPU group over the same memory,
+while ark's kernels do nothing. So a result shows who carried it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _shares(rank: Rank, reduction: str, async_op: bool) -> None:
     assert set(sums.values()) == {reduction == "fast"}, big
     assert not big.pop("all_to_all_single, splits"), "its counts may differ between ranks"
     assert all(carried for name, carried in big.items() if "reduce" not in name), big
-    # What it carries waits for the peers by a kernel of ours first, and is on the current stream.
+    # Before NCCL's operation, our kernel waits for the peers, on the current stream.
     calls = carriers.made[0].calls()
     assert len(carriers.made) == 1 and calls[0] == f"connect cuda:{rank.rank}", calls
     expected = ["_allgather_base", "allgather", "broadcast", "alltoall_base"]
@@ -46,11 +46,11 @@ def _shares(rank: Rank, reduction: str, async_op: bool) -> None:
     assert calls[1:] == expected, calls
     assert backend.cuda_carried == len(expected)
     assert launches() - before >= 9, "a barrier or a kernel each"
-    # Sizes that differ are not every rank's to see, and some here are below the table's.
+    # Not every rank sees all sizes if they differ. Some here are below the table's limit.
     mine = BIG if rank.rank == 0 else 16
     uneven = [on_rank(rank, torch.zeros(BIG if r == 0 else 16)) for r in range(rank.world_size)]
     dist.all_gather(uneven, on_rank(rank, torch.ones(mine)), group=group)
-    # Other reductions than sums of floating point numbers are never NCCL's.
+    # NCCL never gets reductions other than floating-point sums.
     ints = pretended.on(rank.rank, torch.ones(2 * BIG, dtype=torch.int32))
     dist.all_reduce(ints, group=group)
     dist.all_reduce(on_rank(rank, torch.ones(BIG)), dist.ReduceOp.MAX, group=group)
@@ -99,7 +99,7 @@ def test_coalesced_ones_are_decided_one_by_one(pretended_gpu: Any) -> None:
 
 
 def _uneven_parts(rank: Rank) -> None:
-    """Of a reduce_scatter whose parts differ, rank 0's alone is large enough to make NCCL: nobody makes it."""
+    """In a reduce_scatter with unequal parts, only rank 0's part is large enough to create NCCL: no rank creates it."""
     group, carriers, _ = begin(rank, reduction="fast", cuda_dispatch=table(rank.world_size))
     backend, me = group._get_backend(torch.device("cuda")), rank.rank
 
@@ -111,7 +111,7 @@ def _uneven_parts(rank: Rank) -> None:
     scatter((BIG, 16))
     dist.all_reduce(on_rank(rank, torch.ones(SMALL)), group=group)
     assert not carriers.made
-    half = BIG // 2  # parts of this size are together what the table asks for
+    half = BIG // 2  # together, parts of this size reach the table's limit
     assert set(scatter((half - 1, half - 1)).tolist()) == {-1.0} and not carriers.made
     assert set(scatter((half, half)).tolist()) == {2.0} and backend.cuda_carried == 1
     assert carriers.made[0].calls()[1:] == ["reduce_scatter"]
@@ -122,7 +122,7 @@ def test_uneven_parts_make_no_rank_wait(pretended_gpu: Any) -> None:
 
 
 def _set_timeout(rank: Rank) -> None:
-    """NCCL's comes later than the group's, whose is the error."""
+    """NCCL's timeout is later than the group's, which raises the error."""
     group, carriers, _ = begin(rank, cuda_dispatch=table(rank.world_size))
     group.set_timeout(timedelta(seconds=50))
     dist.broadcast(on_rank(rank, torch.ones(BIG)), 0, group=group)
@@ -162,7 +162,7 @@ def test_never_made_under_capture(pretended_gpu: Any) -> None:
 
 
 def _refused(rank: Rank) -> None:
-    """One rank cannot connect: none uses it, all say so once and go on."""
+    """One rank cannot connect: no rank uses NCCL, and all log it once and continue."""
     group, carriers, lines = begin(rank, fails=True, cuda_dispatch=table(rank.world_size))
     for _ in range(3):
         big = every(rank, group, BIG)
@@ -179,7 +179,7 @@ def test_not_made_on_one_rank_is_used_on_none(pretended_gpu: Any) -> None:
 
 
 def _raises(rank: Rank) -> str:
-    """NCCL fails on one rank in the midst: every rank is told."""
+    """NCCL fails on one rank during an operation: every rank gets an error."""
     group, carriers, _ = begin(rank, cuda_dispatch=table(rank.world_size))
     x = on_rank(rank, torch.ones(BIG))
     dist.broadcast(x, 0, group=group)
@@ -205,7 +205,7 @@ def test_nccl_that_fails_fails_the_group(pretended_gpu: Any) -> None:
 
 
 def _hangs(rank: Rank) -> str:
-    """A peer dies while NCCL is made: the others hear of it at once."""
+    """A peer dies while NCCL is created: the others get an error at once."""
     group, carriers, _ = begin(rank, cuda_dispatch=table(rank.world_size))
     make = carriers.__class__.__call__
 

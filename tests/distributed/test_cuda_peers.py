@@ -1,8 +1,7 @@
-"""Peer access between GPUs that is missing, or claims to work and does not: who carries CUDA tensors then, and how
-people are told. On a pretended device whose writes into peers' memory are lost, arrive wrong, or never end.
+"""Peer access between GPUs that is missing, or claimed but broken: who carries CUDA tensors then, and what is logged.
 
-No kernel runs here but that of the test of peers. What ark's kernels would carry is not done, so a result tells who
-carried it.
+The pretended device loses writes to peers' memory, delivers wrong values, or never finishes. The only kernel that runs
+is the one that tests peers. ark's other kernels do nothing, so a result shows who carried it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ pytestmark = [ark_only]
 
 LOST, WRONG, ENDLESS = 1, 2, 3
 STORES, COPIES = 1, 2
-WITHIN, BEYOND = 512 << 10, 4 << 20  # elements of float32: 2 MB, which NCCL has in such a group, and 16 MB
+WITHIN, BEYOND = 512 << 10, 4 << 20  # elements of float32: 2 MB, which NCCL carries in such a group, and 16 MB
 
 
 def _cuda(group: Any) -> Any:
@@ -35,7 +34,7 @@ def _cuda(group: Any) -> Any:
 
 
 def _sums(rank: Rank, group: Any, count: int, op: Any = dist.ReduceOp.SUM) -> bool:
-    """Whether an all_reduce was carried by what stands in for NCCL."""
+    """Returns whether the stand-in for NCCL carried an all_reduce."""
     x = on_rank(rank, torch.full((count,), float(2 * rank.rank + 2)))
     dist.all_reduce(x, op, group=group)
     total = sum(2 * r + 2 for r in range(rank.world_size))
@@ -63,7 +62,7 @@ def _missing(rank: Rank, who: int) -> None:
         assert re.search(r"\((\d+) MB of it pinned for each rank\)", line), line
         assert "of 1024 KB to 6 MB" in line, line
     assert 0 < backend.cuda_shared_bytes * rank.world_size <= 64 << 20
-    # NCCL has what it is faster with, where that has the same bits: a sum of two has, an average has not.
+    # NCCL carries what it does faster with the same bits: a sum of two ranks, but not an average.
     assert _sums(rank, group, WITHIN) and _gathers(rank, group, WITHIN)
     assert not _sums(rank, group, BEYOND) and not _gathers(rank, group, BEYOND)
     assert not _sums(rank, group, WITHIN, dist.ReduceOp.AVG)
@@ -91,7 +90,7 @@ def test_sums_of_three_keep_their_bits(pretended_gpu: Any, reduction: str) -> No
 
 
 def _left_to_nccl(rank: Rank, lies: bool) -> None:
-    """ARK_DISABLE_P2P=0: what the driver says is believed, and where it says no NCCL carries all."""
+    """ARK_DISABLE_P2P=0: the driver's answer is trusted, and if it is no, NCCL carries everything."""
     group, carriers, lines = begin(rank)
     if lies:
         pretended.driver.pretend_lie(LOST, STORES | COPIES, 0)
@@ -115,7 +114,7 @@ def test_untested_where_it_is_asked_for(pretended_gpu: Any, lies: bool) -> None:
 
 
 def _honest(rank: Rank) -> None:
-    """Each pair is tested once in a process, whatever groups come later; a group of other devices tests them."""
+    """A process tests each pair once, for all later groups. A group of other devices tests its own pairs."""
     groups = begin(rank)[0], dist.new_group(), dist.new_group([0, 1])
     x = on_rank(rank, torch.ones(8))
     dist.all_reduce(x, group=groups[0])
@@ -144,7 +143,7 @@ SAYS = {
 
 
 def _lying(rank: Rank, how: int, way: int) -> None:
-    """From rank 1 to rank 0 alone; the whole group goes through the host, and so does the next, untested."""
+    """Only access from rank 1 to rank 0 fails. The whole group uses host memory; so does the next, without a test."""
     group, carriers, lines = begin(rank)
     if rank.rank == 1:
         pretended.driver.pretend_lie(how, way, 0)
@@ -157,7 +156,7 @@ def _lying(rank: Rank, how: int, way: int) -> None:
     assert len(told) == (rank.rank == 0), lines.lines
     expected = r"peer access from GPU 1 \(rank 1\) to GPU 0 \(rank 0\) claims to work, but " + SAYS[how, way]
     assert all(re.search(expected, line) for line in told), told
-    # NCCL believes the driver.
+    # NCCL would trust the driver.
     assert not _sums(rank, group, WITHIN) and not carriers.made
     tests = pretended.driver.pretend_tests()
     assert tests == 1
@@ -179,7 +178,7 @@ def test_peer_access_that_lies(pretended_gpu: Any, how: int, way: int) -> None:
 
 
 def _one_pair(rank: Rank) -> None:
-    """The pair is named, not its neighbours; a group without it uses peers' memory."""
+    """The failing pair is named, and no others. A group without it uses peers' memory."""
     group, _, lines = begin(rank)
     pair = dist.new_group([0, 1])
     if rank.rank == 0:

@@ -1,4 +1,4 @@
-"""Products with collectives on a pretended device: who meets whom, and when one kernel is launched; none runs here."""
+"""Products with collectives on a pretended device: which ranks meet, and when one kernel is launched. None runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _one_kernel(rank: Rank) -> None:
     backend = group._get_backend(torch.device("cuda"))
 
     def counted(call: Any) -> tuple[int, int]:
-        """How many kernels it launched, and how many operations of the group it took."""
+        """Returns how many kernels the call launched, and how many operations of the group it used."""
         launches, operations = pretended.driver.pretend_launches(), backend._get_sequence_number_for_group()
         call()
         return (pretended.driver.pretend_launches() - launches,
@@ -43,7 +43,7 @@ def _one_kernel(rank: Rank) -> None:
         assert [counted(call) for _ in range(3)] == [(1, 2), (1, 1), (1, 1)]  # ranks meet before the first
         rows = {matmul_all_reduce: 16, matmul_reduce_scatter: 8, all_gather_matmul: 32}[operator]
         assert shapes == [(rows, 128)] * 3
-        # Depths (columns) of each rank's own are no other call.
+        # Depths (columns) that differ between ranks do not make it another call.
         own = _matrices(rank, n=128 + 8 * rank.rank) if operator is all_gather_matmul else _matrices(
             rank, k=64 + 8 * rank.rank)  # fmt: skip
         assert counted(lambda: operator(*own, group, form="fused")) == (1, 1)  # noqa: B023
@@ -56,7 +56,7 @@ def _one_kernel(rank: Rank) -> None:
             operator(other[0], other[1] if rank.rank == 0 else other[0], group, form="fused")
         assert counted(call) == (1, 1)
     large = _matrices(rank, m=4096, k=8, n=2048)
-    assert counted(lambda: matmul_all_reduce(*large, group)) == (1, 2)  # by the rule
+    assert counted(lambda: matmul_all_reduce(*large, group)) == (1, 2)  # as the rule chooses
 
 
 def test_ranks_meet_before_the_first_call_of_a_shape(pretended_gpu: Any) -> None:
@@ -64,7 +64,7 @@ def test_ranks_meet_before_the_first_call_of_a_shape(pretended_gpu: Any) -> None
 
 
 def _captured(rank: Rank) -> None:
-    """A result that needs more memory than there is yet cannot be captured first."""
+    """A result that needs more memory than exists cannot be captured first."""
     _jit.configure()
     group, _, _ = begin(rank)
     small, large = _matrices(rank), _matrices(rank, m=512, n=512)

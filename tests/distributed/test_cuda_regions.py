@@ -1,4 +1,4 @@
-"""Compiled regions with collectives on a pretended device: whom they meet, and when; no kernel runs here."""
+"""Compiled regions with collectives on a pretended device: which ranks meet, and when. No kernel runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [ark_only]
 
 
 class Summing:
-    """A region that sums an input of so many elements over two ranks, in place, and how often it was run otherwise."""
+    """A region that sums an input of that many elements over two ranks in place. Counts runs of the fallback."""
 
     def __init__(self, rank: Rank, group: Any, elements: int) -> None:
         self.fell = 0
@@ -37,7 +37,7 @@ class Summing:
         return []
 
     def __call__(self) -> int:
-        """How many kernels it launched."""
+        """Returns how many kernels it launched."""
         before = pretended.driver.pretend_launches()
         assert self.region([self.given]) == []
         launches = pretended.driver.pretend_launches() - before
@@ -66,7 +66,7 @@ def _meet(rank: Rank) -> None:
 
 
 def test_ranks_meet_at_the_first_call(pretended_gpu: Any) -> None:
-    """Once a region, outside of captures, where all have compiled the same."""
+    """Once per region, outside of captures, if all ranks have compiled the same."""
     run_ranks(_meet, 2, env=pretended_gpu)
 
 

@@ -1,6 +1,6 @@
 """Messages of a rank to itself in CUDA tensors, on a pretended device: the copy, its order, and what waits for it.
 
-The copy is real, in host memory; streams and events do nothing, but tell in which order they were asked to.
+The copy is real, in host memory. Streams and events do nothing but record their order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ pytestmark = [ark_only]
 
 
 class Copies:
-    """The device's copy_ and record_stream, and on which stream they were."""
+    """The device's copy_ and record_stream calls, with their streams."""
 
     def __init__(self, library: torch.library.Library) -> None:
         self.streams: list[int] = []
@@ -40,7 +40,7 @@ class Copies:
 
 
 def _waited_for(steps: list[tuple[str, int, int]], later: int) -> set[int]:
-    """The streams whose events the stream `later` was made to wait for."""
+    """Returns the streams whose events stream `later` waits for."""
     at: dict[int, int] = {}
     found = set()
     for what, event, stream in steps:
@@ -52,7 +52,7 @@ def _waited_for(steps: list[tuple[str, int, int]], later: int) -> set[int]:
 
 
 def _alone(rank: Rank) -> None:
-    """One rank alone, in a group that has met on no device yet."""
+    """One rank alone, in a group that has not met on any device."""
     group, _, _ = begin(rank)
     device, me = torch.device("cuda", rank.rank), rank.rank
     if me == 0:
@@ -70,7 +70,7 @@ def _alone(rank: Rank) -> None:
             issued = steps()
             assert host(got).tolist() == list(range(8)) and copies.streams == [3]
             assert got.is_leaf and got.grad_fn is None and not copies.recorded
-            # Recorded behind the copy, and another stream waits for that.
+            # The event is recorded after the copy, and the other stream waits for it.
             behind = [step for step in issued if step[0] != "block"]
             assert [step[0] for step in behind] == ["record", "copy", "record"], issued
             end = behind[-1][1]
@@ -86,7 +86,7 @@ def _alone(rank: Rank) -> None:
             future = work.get_future()
             assert future.done() and future.value()[0].data_ptr() == got.data_ptr()
 
-            # The ends on two streams, two messages.
+            # Two messages, with their ends on two streams.
             other_sent, other_got = on_rank(rank, torch.ones(5)), on_rank(rank, torch.zeros(5))
             steps()
             with dist._coalescing_manager(group, device, async_ops=True) as manager:
@@ -104,7 +104,7 @@ def _alone(rank: Rank) -> None:
             manager.wait()
             assert _waited_for(issued + steps(), 7) == {6}
 
-            # What does not fit ends its batch alone.
+            # A mismatch ends only its own batch.
             with pytest.raises(dist.DistBackendError, match="sends 20 bytes to itself and receives 32"):
                 dist.batch_isend_irecv([ends[0], dist.P2POp(dist.isend, other_sent, group=group, group_peer=me)])
             with pytest.raises(ValueError, match="has no counterpart in the batch"):
@@ -119,7 +119,7 @@ def test_alone(pretended_gpu: Any) -> None:
 
 
 def _beside_others(rank: Rank, carried: bool, timing: bool) -> None:
-    """In one batch with messages to a peer, the first operation of the group on its device included."""
+    """In one batch with messages to a peer, also as the group's first operation on its device."""
     group, carriers, _ = begin(rank, timing=timing)
     me, peer = rank.rank, 1 - rank.rank
     if carried:
@@ -143,7 +143,7 @@ def _beside_others(rank: Rank, carried: bool, timing: bool) -> None:
             assert 40 in waited and len(waited) == (1 if carried else 3), waited
             if timing and not carried:
                 assert work._get_duration() == 1.5
-            # What the future needs makes no stream of the caller's wait.
+            # The future's needs must not make the caller's stream wait.
             pretended.device.steps()
             work.get_future()
             blocked = {stream for what, _, stream in pretended.device.steps() if what == "block"}

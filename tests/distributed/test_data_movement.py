@@ -1,4 +1,4 @@
-"""Collectives that only move: broadcast, the gathers, scatter, all_to_all, send and recv, to the bit.
+"""Collectives that only move data: broadcast, the gathers, scatter, all_to_all, send and recv, bit for bit.
 
 Every dtype, odd sizes and layouts, over shared memory and over Gloo (support/grid.py). Outputs are poisoned before the
 call.
@@ -82,7 +82,7 @@ def _all_gather_aliasing(rank: Rank) -> None:
     dist.all_gather(list(columns.unbind(1)), make_input(torch.float32, 1000, 6, rank.rank))
     for r in range(world):
         assert_same_bits(columns[:, r], make_input(torch.float32, 1000, 6, r), f"all_gather into columns [{r}]")
-    # Every entry is the same tensor: all that PyTorch promises is one of the inputs, unmixed.
+    # All entries are the same tensor. PyTorch promises only that it is one of the inputs, unmixed.
     same = torch.full((1000,), float("nan"))
     dist.all_gather([same] * world, torch.full((1000,), float(rank.rank)))
     assert same[0].item() in range(world) and bool((same == same[0]).all()), "all_gather into one tensor"
@@ -92,7 +92,7 @@ def _all_gather_aliasing(rank: Rank) -> None:
     dist.all_gather(outputs, outputs[rank.rank])
     for r in range(world):
         assert_same_bits(outputs[r], make_input(torch.float32, 7, 8, r), f"all_gather of an output [{r}]")
-    # A matrix gathered along dimension 0, and stacked.
+    # A matrix, gathered along dimension 0 and stacked.
     matrix = make_input(torch.float32, 12, 9, rank.rank).view(3, 4)
     for shape in ((3 * world, 4), (world, 3, 4)):
         out = torch.full(shape, float("nan"))
@@ -135,7 +135,7 @@ def test_gather_and_scatter(world: int, carrier: str) -> None:
 
 
 def _gather_lists_of_others(rank: Rank) -> None:
-    """What non-roots hand over at the group object: [] and [[]] both occur."""
+    """What non-roots pass to the group object: both [] and [[]] occur."""
     rank.init()
     world, me = rank.world_size, rank.rank
     group = dist.group.WORLD
@@ -190,7 +190,7 @@ def _all_to_all(rank: Rank) -> None:
             parts = join([e[count * me : count * (me + 1)] for e in even])
             assert_same_bits(out.tensor, parts, f"{what} single even {count}")
             out.check(what)
-    # Input and output overlap, and take several rounds.
+    # Input and output overlap, and need several rounds.
     count = 600_000
     even = [make_input(torch.float32, count * world, 3, s) for s in range(world)]
     both = torch.cat([even[me], torch.empty(count)])

@@ -125,14 +125,14 @@ MISMATCHES = {
     "shape": r"(?i)shape",
 }
 
-# Everybody receives in these, so everybody raises, debug mode or not.
+# In these every rank receives, so every rank raises, with or without debug mode.
 MUST_ALL = [what for what in MISMATCHES if what not in ("count, broadcast", "dtype, broadcast", "root", "splits")]
 
 
 @pytest.mark.parametrize("what", list(MISMATCHES))
 @pytest.mark.parametrize("debug", ["1", "0", "detail"])
 def test_rows_5_and_6_mismatch(what: str, debug: str) -> None:
-    """Always found but for shapes of one size, which need the debug mode."""
+    """Always detected, except for different shapes of the same size, which need debug mode."""
     env: dict[str, str | None] = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"} if debug == "detail" else {"ARK_DEBUG": debug}
     with Job(_different, 2, what, destroy=False, env=env) as job:
         started = time.monotonic()
@@ -141,17 +141,17 @@ def test_rows_5_and_6_mismatch(what: str, debug: str) -> None:
             assert all(o.kind == "result" for o in outcomes), [o.describe() for o in outcomes]
             return
         if debug == "0":
-            # Nobody hangs and nobody gets wrong data, but a rank that receives nothing (a root, a sender) may not
-            # hear of it: comparing everything with everybody is what the debug mode is for.
+            # No rank hangs or gets wrong data. But a rank that receives nothing (a root, a sender) may not notice: only
+            # debug mode compares everything with everybody.
             assert what == "root" or any(o.kind == "error" for o in outcomes), "nobody noticed"
             assert what not in MUST_ALL or all(o.kind == "error" for o in outcomes), [o.describe() for o in outcomes]
             outcomes = [o for o in outcomes if o.kind == "error"]
-            if not outcomes:  # two roots, each of which only sends
+            if not outcomes:  # two roots, which both only send
                 return
         seconds = [o.ended - started for o in outcomes]
         for outcome in outcomes:
             assert outcome.kind == "error", outcome.describe()
-            if debug != "detail":  # there PyTorch's own checker speaks first
+            if debug != "detail":  # in that mode PyTorch's own checker raises first
                 first = outcome.message.splitlines()[0]
                 assert "#4" in first and re.search(r"\brank \d", first), first
                 assert re.search(MISMATCHES[what], first), first

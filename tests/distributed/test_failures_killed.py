@@ -1,6 +1,6 @@
 """The failure table, rows 1 to 3: peers that are killed, stopped and resumed.
 
-Every survivor must raise in time and name the guilty rank, the operation, its sequence number and a remedy.
+Every survivor must raise in time and name the failed rank, the operation, its sequence number and a remedy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(BACKEND != "ark", reason="the failure table is a
 
 
 def _loop(rank: Rank, count: int) -> None:
-    """All-reduce for ever; the error ends it."""
+    """Runs all_reduce until the error ends it."""
     rank.init(timeout=120)
     tensor = torch.ones(count)
     dist.all_reduce(tensor)
@@ -36,7 +36,7 @@ def _loop(rank: Rank, count: int) -> None:
 
 
 def _victim_idle(rank: Rank, how: str) -> None:
-    """The victim (the last rank) does nothing; the others wait for it in various ways."""
+    """The victim (the last rank) does nothing. The others wait for it in various ways."""
     rank.init(timeout=120)
     dist.barrier()
     victim = rank.world_size - 1
@@ -60,7 +60,7 @@ def _victim_idle(rank: Rank, how: str) -> None:
         dist.barrier()
     elif how == "recv":
         dist.recv(torch.ones(10), victim)
-    elif how == "later":  # nobody is inside an operation when it happens
+    elif how == "later":  # no rank is inside an operation when it happens
         rank.wait_for("go")
         dist.all_reduce(torch.ones(10))
     elif how == "subgroup":
@@ -125,7 +125,7 @@ def test_row_1_killed_while_idle() -> None:
 
 
 def _subgroup_survives(rank: Rank) -> float:
-    """A death outside a subgroup does not fail it."""
+    """A death outside a subgroup does not fail the subgroup."""
     rank.init(timeout=30)
     pair = dist.new_group([0, 1])
     dist.barrier()
@@ -166,7 +166,7 @@ def _start_up(rank: Rank, victim: int, delay: float) -> None:
 @pytest.mark.by_day("5")
 @pytest.mark.parametrize("delay_ms", [0, 2, 5, 10, 20, 40])
 def test_row_1_killed_during_start_up(delay_ms: int) -> None:
-    """Before the victim has said a word only the group's timeout (4 s) tells; afterwards it is immediate."""
+    """Before the victim has connected, only the group's timeout (4 s) detects it. Afterwards detection is immediate."""
     victim = delay_ms // 2 % 3
     survivors = [r for r in range(3) if r != victim]
     with Job(_start_up, 3, victim, delay_ms / 1000, destroy=False) as job:

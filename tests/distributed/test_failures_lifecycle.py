@@ -1,4 +1,4 @@
-"""The failure table, rows 13, 14 and 20: abort, destroy, fork, starting again, and strangers at the bootstrap."""
+"""The failure table, rows 13, 14 and 20: abort, destroy, fork, restart, and strangers at the bootstrap."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _destroy_pending(rank: Rank) -> float:
     if rank.rank == 1:
         rank.wait_for("go")
         return 0.0
-    work = dist.all_reduce(torch.ones(10), async_op=True)  # rank 1 will not come
+    work = dist.all_reduce(torch.ones(10), async_op=True)  # rank 1 never calls
     started = time.monotonic()
     try:
         dist.destroy_process_group()
@@ -60,8 +60,8 @@ def _abort_in_flight(rank: Rank) -> tuple[float, str]:
     started = time.monotonic()
     try:
         if rank.rank == 0:
-            rank.wait_for("go")  # does not take part until it is over
-            dist.all_reduce(torch.ones(10))  # the others' inputs may all have arrived: then this one is right
+            rank.wait_for("go")  # does not take part until the end
+            dist.all_reduce(torch.ones(10))  # the others' inputs may all have arrived: then this one is correct
         dist.all_reduce(torch.ones(10))
     except RuntimeError as error:
         return time.monotonic() - started, str(error)
@@ -102,13 +102,13 @@ def test_row_13_double_destroy() -> None:
 
 
 def _fork_and_exit(rank: Rank) -> None:
-    """A forked child (a DataLoader's worker) ends without touching the parent's group."""
+    """A forked child (a DataLoader's worker) exits without affecting the parent's group."""
     rank.init()
     dist.all_reduce(torch.ones(3))
     for _ in range(5):
         pid = os.fork()
         if pid == 0:
-            raise SystemExit(0)  # through the interpreter's shutdown, destructors and all
+            raise SystemExit(0)  # through the interpreter's shutdown with all destructors
         _, status = os.waitpid(pid, 0)
         assert status == 0, f"the child ended with status {status}"
         tensor = torch.ones(1000)
@@ -128,7 +128,7 @@ def _fork_quietly(rank: Rank) -> None:
         assert tensor[0].item() == rank.world_size
     child = os.fork()
     if child == 0:
-        time.sleep(3)  # outlives its parent: must not look like the parent to the peers
+        time.sleep(3)  # outlives its parent: peers must not mistake it for the parent
         os._exit(0)
     rank.report("forked", child)
     if rank.rank == 1:
@@ -143,7 +143,7 @@ def test_row_13_forked_children_exit() -> None:
 
 
 def test_row_13_fork_after_init() -> None:
-    """A child that lives on holds copies of the parent's descriptors; the parent's death is noticed all the same."""
+    """A surviving child holds copies of the parent's descriptors. The parent's death must still be noticed."""
     with Job(_fork_quietly, 2, destroy=False) as job:
         child = job.wait_event(1, "forked", 60)
         other = job.wait_event(0, "forked", 60)
@@ -194,7 +194,7 @@ def test_row_14_start_again_after_a_failure() -> None:
 
 
 def _wait_for_socket(pid: int, bound: float) -> str | None:
-    """The name of the abstract socket on which the process listens; None when it opens none in time."""
+    """Returns the name of the abstract socket on which the process listens, or None if there is none in time."""
     deadline = time.monotonic() + bound
     while time.monotonic() < deadline:
         inodes = {link[8:-1] for link in processes.open_descriptors(pid).values() if link.startswith("socket:[")}
@@ -216,7 +216,7 @@ def _late(rank: Rank) -> float:
 
 
 def _harass(name: str) -> list[socket.socket]:
-    """Garbage, a flood, silence, early hang-ups, foreign descriptors; returns connections that stay open."""
+    """Sends garbage, a flood, silence, early hang-ups and foreign descriptors. Returns connections that stay open."""
     held = []
     for payload in (b"", b"\0" * 64, b"GET / HTTP/1.1\r\n\r\n", os.urandom(64), os.urandom(1 << 16), b"ark"):
         stranger = socket.socket(socket.AF_UNIX)
@@ -225,9 +225,9 @@ def _harass(name: str) -> list[socket.socket]:
             stranger.connect(name)
             stranger.send(payload)
         except OSError:
-            pass  # dropped already, or the queue is full
+            pass  # already dropped, or the queue is full
         if len(payload) in (0, 3):
-            held.append(stranger)  # stays connected and says nothing more
+            held.append(stranger)  # stays connected and silent
         else:
             stranger.close()
     for _ in range(20):
@@ -251,7 +251,7 @@ def _harass(name: str) -> list[socket.socket]:
 
 @pytest.mark.nightly
 def test_row_20_strangers_at_the_bootstrap_socket() -> None:
-    """The peers are stopped as soon as rank 0 listens, strangers come, then the peers go on."""
+    """The peers are stopped as soon as rank 0 listens, strangers connect, then the peers continue."""
     started = time.monotonic()
     met = 0
     for _ in range(12):

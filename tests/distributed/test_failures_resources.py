@@ -1,4 +1,4 @@
-"""The failure table, rows 8 to 10: odd tensors, a store that dies, memory and descriptors that run out."""
+"""The failure table, rows 8 to 10: odd tensors, a store that dies, exhausted memory and descriptors."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_row_10_out_of_memory_at_start(what: str, hint: str) -> None:
 
 
 def _mapped() -> int:
-    """Bytes of addresses that this process has."""
+    """Returns the size of this process's address space in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmSize:"))
 
@@ -193,7 +193,7 @@ def test_row_10_out_of_memory_inside() -> None:
 
 
 def _no_thread_for_messages(rank: Rank) -> None:
-    """A recv that raises leaves nothing behind: its tensor is not written, and the message is the next recv's."""
+    """A recv that raises has no effect: its tensor is not written, and the next recv gets the message."""
     rank.init(timeout=TIMEOUT_S)
     if rank.rank == 1:
         rank.wait_for("go")
@@ -201,7 +201,7 @@ def _no_thread_for_messages(rank: Rank) -> None:
         return
     first, second = torch.full((50_000,), -1.0), torch.empty(50_000)
     usual = resource.getrlimit(resource.RLIMIT_AS)
-    # Not enough for a stack. What libraries allocate when a thread first meets them has room: glibc aborts without.
+    # Too little for a thread's stack, but enough for what libraries allocate per thread, without which glibc aborts.
     resource.setrlimit(resource.RLIMIT_AS, (_mapped() + (1 << 20), usual[1]))
     try:
         with pytest.raises(RuntimeError, match=r"cannot start the thread that makes send and recv progress.*ulimit"):

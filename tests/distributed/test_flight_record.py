@@ -1,4 +1,4 @@
-"""Flight records of real jobs: what a failure writes, and that the tools name the rank that caused it.
+"""Flight records of real jobs: what a failure writes, and whether the tools name the rank that caused it.
 
 Each failed job's files go through `show` and, converted, through PyTorch's own analyser.
 """
@@ -26,7 +26,7 @@ LARGE = 4_000_000
 
 
 def _reduce(count: int = 8) -> str:
-    """The error of an all_reduce; empty: none."""
+    """Returns the error of an all_reduce, or an empty string."""
     try:
         dist.all_reduce(torch.ones(count))
     except Exception as error:
@@ -35,7 +35,7 @@ def _reduce(count: int = 8) -> str:
 
 
 def _victim_outside(rank: Rank) -> str:
-    """Two good operations; then the victim never calls the third."""
+    """Two good operations, then the victim never calls the third."""
     rank.init()
     assert _reduce() == "" and _reduce() == ""
     rank.report("ready")
@@ -44,9 +44,9 @@ def _victim_outside(rank: Rank) -> str:
 
 
 def _victim_inside(rank: Rank) -> str:
-    """Two good operations; the victim is killed within the third, which the others join only then.
+    """Two good operations. The victim is killed in the third, which the others join only afterwards.
 
-    It is large: of a small one, what the victim published before its end is all that the others need.
+    It is large, because a small one could complete with what the victim published before its end.
     """
     rank.init()
     assert _reduce() == "" and _reduce() == ""
@@ -73,7 +73,7 @@ def test_killed_rank_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     with Job(body, 3, env={"ARK_FLIGHT_DUMP": str(tmp_path / "flight_")}, destroy=False) as job:
         if inside:
             job.wait_event(VICTIM, "ready")
-            time.sleep(0.2)  # within the operation, almost surely; if not, the other case is tested once more
+            time.sleep(0.2)  # almost certainly inside the operation; otherwise the other case is tested again
         else:
             job.wait_all("ready")
         job.kill(VICTIM)
@@ -101,17 +101,17 @@ def _late(rank: Rank) -> str:
     assert _reduce() == ""
     if rank.rank == VICTIM:
         rank.wait_for("go")
-    # What the others published before they gave up may be all that the late rank's first call needs.
+    # The late rank's first call may succeed with what the others published before they gave up.
     error = _reduce() or _reduce()
     rank.report("failed")
     if rank.rank != VICTIM:
-        rank.wait_for("end")  # the late rank finds a failed group, not a lost peer
+        rank.wait_for("end")  # so that the late rank finds a failed group, not a lost peer
     return error
 
 
 @pytest.mark.nightly
 def test_late_rank_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two ranks time out; the third then comes, raises too (at the latest in its second call), and leaves a record."""
+    """Two ranks time out. The third comes late, raises as well (by its second call), and leaves a record."""
     with Job(_late, 3, env={"ARK_FLIGHT_DUMP": str(tmp_path / "flight_")}, destroy=False) as job:
         for rank in (0, 1):
             job.wait_event(rank, "failed", 30)
@@ -156,7 +156,7 @@ def test_mismatching_sizes_are_named(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def _everything(rank: Rank, folder: str) -> dict[str, Any]:
-    """One of every operation, a subgroup, messages; then the record on demand."""
+    """Runs every operation once, a subgroup and messages, then dumps the record on demand."""
     from ark_torch.distributed import flight as record
 
     rank.init()
@@ -190,7 +190,7 @@ def _everything(rank: Rank, folder: str) -> dict[str, Any]:
 
 
 def _timeless(entry: dict[str, Any]) -> dict[str, Any]:
-    """Wall times are made from the steady clock at each writing, so they differ by nanoseconds."""
+    """Removes wall times. They are derived from the steady clock at each write, so they differ by nanoseconds."""
     return {key: value for key, value in entry.items() if not key.startswith("time_")}
 
 
@@ -248,7 +248,7 @@ def _unwritable(rank: Rank) -> str:
 
 
 def test_dump_that_cannot_be_written_hides_nothing(tmp_path: Path) -> None:
-    """The folder has gone since the start: the user still gets the operation's own error."""
+    """The folder was removed after the start. The user still gets the operation's own error."""
     (tmp_path / "missing").mkdir()
     with Job(_unwritable, 2, env={"ARK_FLIGHT_DUMP": str(tmp_path / "missing" / "flight_")}, destroy=False) as job:
         job.wait_all("ready")

@@ -1,6 +1,6 @@
-"""Functional collectives (what traced and compiled programs call), their gradients, and waiting on another thread.
+"""Functional collectives (used by traced and compiled programs), their gradients, and waiting on another thread.
 
-To the bit against a local reference, over shared memory and over Gloo (support/grid.py).
+Each is compared bit for bit with a local reference, over shared memory and over Gloo (support/grid.py).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _functional(rank: Rank) -> None:
         assert_same_bits(got + 0, want, "functional coalesced reduce_scatter")
     moved = funcol.permute_tensor(mine(6, 9), [(r + 1) % world for r in range(world)], group)
     assert_same_bits(moved + 0, make_input(torch.float32, 6, 9, (me - 1) % world), "functional permute")
-    # Through autograd: the gradient of a sum over ranks is the sum of everybody's gradients.
+    # Through autograd: the gradient of a sum over ranks is the sum of all ranks' gradients.
     x = torch.ones(world * 2, requires_grad=True)
     y = funcol.reduce_scatter_tensor_autograd(x, "sum", 0, group)
     (y * (me + 1)).sum().backward()
@@ -71,7 +71,7 @@ def test_functional_collectives(world: int, carrier: str) -> None:
 
 
 def _functional_other_thread(rank: Rank) -> None:
-    """wait_tensor from a thread that did not issue the operation."""
+    """Calls wait_tensor from a thread that did not issue the operation."""
     rank.init()
     pending = [funcol.all_reduce(torch.full((100,), float(i)), "sum", dist.group.WORLD) for i in range(20)]
     seen: list[float] = []

@@ -1,7 +1,7 @@
 """A group's own state: sequence numbers, timeouts, monitored barriers, hooks, errors, names, debug level.
 
-PyTorch's module-level monitored_barrier and sequence numbers refuse third-party backends by name, so those go through
-the group object, which is where a program would reach them as well.
+PyTorch's module-level monitored_barrier and sequence numbers refuse third-party backends by name, so the tests use the
+group object, as a program would.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ark_torch.distributed.group import complete
 
 
 def _sequence_numbers(rank: Rank) -> None:
-    """Through the backend: ProcessGroup's own method refuses third parties by their type."""
+    """Uses the backend, because ProcessGroup's own method refuses third parties by their type."""
     backend = backend_of(rank.init())
     backend._set_sequence_number_for_group()
     first = backend._get_sequence_number_for_group()
@@ -136,7 +136,7 @@ def _detail(rank: Rank) -> None:
     dist.reduce_scatter_tensor(part, torch.ones(5 * world))
     assert part.tolist() == [float(world)] * 5
     dist.barrier()
-    if torch.__version__.startswith("2.11."):  # its wrapper does not pass these on, whatever the backend
+    if torch.__version__.startswith("2.11."):  # its wrapper does not forward these for any backend
         with pytest.raises(RuntimeError, match="does not support allgather_into_tensor_coalesced"):
             funcol.all_gather_tensor(torch.ones(2), 0, dist.group.WORLD)
         with pytest.raises(RuntimeError, match="does not support reduce_scatter_tensor_coalesced"):
@@ -158,7 +158,7 @@ def test_debug_detail() -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("level", [dist.DebugLevel.OFF, dist.DebugLevel.INFO, dist.DebugLevel.DETAIL])
 def test_debug_level_turns_comparing_on(level: dist.DebugLevel) -> None:
-    """ark's own comparing of calls, which PyTorch's checker hides where both are on."""
+    """Enables ark's own comparison of calls. If both are on, PyTorch's checker hides it."""
     before = dist.get_debug_level()
     dist.set_debug_level(level)
     try:

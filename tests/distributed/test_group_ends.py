@@ -1,4 +1,4 @@
-"""How a group ends, and what comes after: destroy and init again, abort, shutdown, work in flight, fork."""
+"""How a group ends and what follows: destroy and init again, abort, shutdown, work in flight, fork."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.rank import Rank
 
 
 def _again(rank: Rank) -> None:
-    """Destroy and init again in one process; groups of the same name on one store."""
+    """Destroys and creates groups of the same name in one process, on one store."""
     from support.processes import open_descriptors
 
     counts = []
@@ -30,7 +30,7 @@ def _again(rank: Rank) -> None:
         assert not dist.is_initialized()
         gc.collect()
         counts.append(len(open_descriptors()))
-    assert counts[-1] <= counts[1] + 6, f"descriptors grow: {counts}"  # the job's own store clients: one an init
+    assert counts[-1] <= counts[1] + 6, f"descriptors grow: {counts}"  # the job's own store clients: one per init
 
 
 @pytest.mark.quick
@@ -39,7 +39,7 @@ def test_destroy_and_init_again() -> None:
 
 
 def _same_store(rank: Rank) -> None:
-    """The store survives, as under torchrun's restart: the second incarnation must not meet the first's keys."""
+    """The store survives, as in torchrun's restart. The second incarnation must not see the first one's keys."""
     store = rank.store("survivor")
     for incarnation in range(3):
         rank.init(store=dist.PrefixStore(f"attempt{incarnation}", store))
@@ -53,7 +53,7 @@ def test_one_store_many_incarnations() -> None:
 
 
 def _abort(rank: Rank) -> float:
-    """abort() from another thread frees a rank that waits for a peer that never comes."""
+    """abort() from another thread releases a rank that waits for a peer that never calls."""
     group = rank.init(timeout=300)
     dist.barrier()
     if rank.rank == 1:
@@ -88,7 +88,7 @@ def _closed(rank: Rank) -> None:
     dist.barrier()
     backend = backend_of(group)
     backend.shutdown()
-    backend.shutdown()  # twice is harmless
+    backend.shutdown()  # a second call does nothing
     with pytest.raises(RuntimeError, match=r"(?i)shut ?down|closed"):
         group.allreduce([torch.ones(3)]).wait()
     backend.abort()
@@ -103,7 +103,7 @@ def test_a_closed_group_says_so() -> None:
 
 
 def _pending_at_destroy(rank: Rank) -> None:
-    """destroy with work in flight drains it (shutdown() must drain)."""
+    """destroy completes work in flight, because shutdown() must drain it."""
     rank.init()
     tensor = torch.full((3_000_000,), 1.0)
     work = dist.all_reduce(tensor, async_op=True)
@@ -118,7 +118,7 @@ def test_destroy_drains_what_is_in_flight() -> None:
 
 
 def _concurrent_creation(rank: Rank) -> None:
-    """Many groups, created and destroyed while another thread keeps a group busy."""
+    """Many groups are created and destroyed while another thread keeps a group busy."""
     rank.init()
     busy = dist.new_group(list(range(rank.world_size)))
     stop = threading.Event()
@@ -126,7 +126,7 @@ def _concurrent_creation(rank: Rank) -> None:
     failures: list[BaseException] = []
 
     def keep_busy() -> None:
-        # Everybody does the same number of steps: the count is agreed on in each of them.
+        # All ranks run the same number of steps, because each step agrees on whether to stop.
         try:
             while True:
                 flag = torch.tensor([1.0 if stop.is_set() else 0.0, 1.0])
@@ -155,7 +155,7 @@ def test_groups_come_and_go_beside_a_busy_one() -> None:
 
 
 def _fork_after_init(rank: Rank) -> str:
-    """A forked child does not own the group: it is told so instead of hanging; the parent goes on."""
+    """A forked child does not own the group. It gets an error instead of a hang, and the parent continues."""
     rank.init()
     assert total(None, 1.0) == rank.world_size
     read_end, write_end = os.pipe()

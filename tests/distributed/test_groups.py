@@ -1,7 +1,7 @@
-"""Groups: making, nesting, options, meshes, splitting, merging, shrinking, and beside other backends.
+"""Groups: creating, nesting, options, meshes, splitting, merging, shrinking, and use beside other backends.
 
-PyTorch's module-level split_group refuses third-party backends by name, so it is reached through the group object,
-which is where a program would reach it as well.
+PyTorch's module-level split_group refuses third-party backends by name, so the tests use the group object, as a program
+would.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_sixty_four_ranks() -> None:
 
 
 def _split(rank: Rank) -> None:
-    """ProcessGroup.split_group, twice nested; ranks outside get None, as with NCCL."""
+    """ProcessGroup.split_group, nested twice. Ranks outside get None, as with NCCL."""
     world_group = rank.init()
     me = rank.rank
     backend = backend_of(world_group)
@@ -81,7 +81,7 @@ def _split(rank: Rank) -> None:
         lone.allreduce([one]).wait()
         assert one.tolist() == [4.0, 4.0]
     assert total(None, 1.0) == 4, "the parent still works"
-    # All of them at once.
+    # All groups at the same time.
     works = [mine.allreduce([tensor]), world_group.allreduce([torch.ones(5)])]
     for work in works:
         work.wait()
@@ -97,7 +97,7 @@ def test_split_group() -> None:
 
 
 def _options(rank: Rank) -> None:
-    """split_group deep-copies the parent's options: they are bound and can be copied."""
+    """split_group deep-copies the parent's options, so they must be bound and copyable."""
     world_group = rank.init(timeout=47)
     options = backend_of(world_group).options
     for made in (copy.copy(options), copy.deepcopy(options)):
@@ -107,7 +107,7 @@ def _options(rank: Rank) -> None:
     assert list(backend_of(group).options.global_ranks_in_group) == [0, 1]
     alone = dist.new_group([rank.rank], use_local_synchronization=True)
     assert backend_of(alone).options.global_rank == rank.rank, "dumps are named after it"
-    # What new_group calls on the ranks outside when device_id was given.
+    # new_group calls this on ranks outside if device_id was given.
     backend_of(world_group).perform_nocolor_split(torch.device("cpu"))
 
 
@@ -139,7 +139,7 @@ def test_device_mesh_of_one_two_and_three_dimensions() -> None:
 
 
 def _mixed_backends(rank: Rank) -> None:
-    """A world of "cpu:gloo,cuda:ark" or "cpu:ark"; ark groups beside gloo groups."""
+    """A world of "cpu:gloo,cuda:ark" or "cpu:ark", and ark groups beside gloo groups."""
     rank.init(backend=f"cpu:{BACKEND}")
     assert total(None, 1.0) == rank.world_size
     plain = dist.new_group(list(range(rank.world_size)), backend="gloo")
@@ -168,14 +168,14 @@ def test_beside_other_backends() -> None:
 
 
 def _beside_nccl(rank: Rank) -> None:
-    """CPU tensors by ark, CUDA tensors by NCCL; without a GPU the half-made group is given up without a trace."""
+    """CPU tensors use ark, CUDA tensors NCCL. Without a GPU the incomplete group is removed without a trace."""
     names = f"cpu:{BACKEND},cuda:nccl"
     if torch.cuda.is_available():
         torch.cuda.set_device(rank.rank % torch.cuda.device_count())
         group = rank.init(backend=names)
         assert group._get_backend(torch.device("cuda")).name() == "nccl"
     else:
-        with pytest.raises((RuntimeError, ValueError), match="NCCL"):  # not in this PyTorch, or no GPU found
+        with pytest.raises((RuntimeError, ValueError), match="NCCL"):  # this PyTorch has no NCCL, or there is no GPU
             rank.init(backend=names)
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -190,7 +190,7 @@ def test_beside_nccl() -> None:
 
 
 def _merge(rank: Rank) -> None:
-    """Two groups of one become a group of two (where the base class has merge)."""
+    """Two groups of one rank become a group of two (if the base class has merge)."""
     store = rank.store("merge")
     rank.init(rank=0, world_size=1, store=dist.PrefixStore(f"alone{rank.rank}", store))
     lone = dist.group.WORLD
@@ -210,7 +210,7 @@ def test_merge() -> None:
 
 
 def _shrink(rank: Rank) -> None:
-    """Without rank 2; the excluded rank does not take part."""
+    """Removes rank 2, which does not take part."""
     group = rank.init()
     backend = backend_of(group)
     assert backend.supports_shrinking

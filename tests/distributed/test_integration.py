@@ -1,7 +1,7 @@
-"""PyTorch's parallel libraries over ark, as users run them: scripts under torchrun, checked against one process.
+"""PyTorch's parallel libraries over ark, as users run them: scripts under torchrun, compared with one process.
 
-Each script asserts for itself (scripts/*.py) and prints a line a rank; here the processes are started, timed
-out and counted.
+Each script (scripts/*.py) checks its results and prints a line per rank. This file starts the processes, limits their
+time and counts the lines.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LIMIT_S = 150.0
 
 
 def _torchrun(ranks: int, script: str, *arguments: str, options: tuple[str, ...] = (), **env: str) -> str:
-    """The output of all ranks; fails with it when torchrun does, and ends everything that it started."""
+    """Returns the output of all ranks. Fails with it if torchrun fails, and ends everything that it started."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *options]
     environment = base_environment(PYTHONFAULTHANDLER="1", **env)
     started = time.monotonic()
@@ -38,7 +38,7 @@ def _torchrun(ranks: int, script: str, *arguments: str, options: tuple[str, ...]
         output, _ = process.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
         for pid in processes.descendants(process.pid):
-            processes.signal_quietly(pid, signal.SIGABRT)  # faulthandler prints the stacks
+            processes.signal_quietly(pid, signal.SIGABRT)  # makes faulthandler print the stacks
         time.sleep(1)
         processes.end_tree([process.pid])
         output = process.communicate()[0]
@@ -107,7 +107,7 @@ def test_under_debug_detail(script: str) -> None:
 
 
 def test_a_failing_rank_ends_the_job(tmp_path: Path) -> None:
-    """No restart allowed: torchrun reports the failure, and nothing hangs or is left."""
+    """Without restarts, torchrun reports the failure, and nothing hangs or remains."""
     with pytest.raises(AssertionError, match="failed with 1"):
         _torchrun(2, "elastic.py", str(tmp_path), "kill", options=("--max-restarts=0", "--monitor-interval=0.2"))
     assert not [pid for pid in processes.descendants(os.getpid()) if "elastic.py" in processes.command_of(pid)]

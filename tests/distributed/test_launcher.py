@@ -1,4 +1,4 @@
-"""The harness itself: a test that cannot fail proves nothing, so see that failures and hangs are seen."""
+"""Tests the launcher itself: it must detect failures and hangs, because a test that cannot fail proves nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes start and end cleanly, many times; nothing grows over thousands of operations; idle costs nothing."""
+"""Processes start and end cleanly many times, nothing grows over thousands of operations, and idling costs nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXITS = ("destroy", "no destroy", "async in flight", "subgroups kept", "group de
 
 
 def _start_and_exit(rank: Rank, how: str) -> float:
-    """Every way in which programs leave; the interpreter's shutdown must not abort (Gloo's sometimes does)."""
+    """All ways in which programs exit. The interpreter's shutdown must not abort (Gloo's sometimes does)."""
     rank.init()
     tensor = torch.ones(1000)
     dist.all_reduce(tensor)
@@ -50,14 +50,14 @@ def _start_and_exit(rank: Rank, how: str) -> float:
 @pytest.mark.by_day("no destroy", "async in flight")
 @pytest.mark.parametrize("how", EXITS)
 def test_starts_and_exits(how: str, request: pytest.FixtureRequest) -> None:
-    """Four forked processes a way, 34 at night; values() fails on any exit code but 0."""
+    """Four forked processes per way, 34 at night. values() fails on any exit code but 0."""
     for _ in range(17 if request.config.getoption("--night") else 2):
         assert run_ranks(_start_and_exit, 2, how, destroy=False, timeout=30) == [2.0, 2.0]
 
 
 @pytest.mark.quick
 def test_a_plain_script_starts_and_exits() -> None:
-    """No launcher, no warm process: what a user's script does, without destroy_process_group."""
+    """A user's plain script without launcher, warm process or destroy_process_group."""
     code = (
         "import os, torch, torch.distributed as dist\n"
         f"dist.init_process_group('{BACKEND}', init_method='tcp://127.0.0.1:29777',"
@@ -114,7 +114,7 @@ def _check_flat(name: str, figures: list[dict[str, int]], slack_kib: int) -> Non
     tables.add("soak", case=name, rounds=len(figures), **{f"{k} early/late": f"{early[k]}/{late[k]}" for k in early})
     for key in ("descriptors", "memfds"):
         assert late[key] <= early[key], f"{key} grow: {[f[key] for f in figures]}"
-    # A second progress thread is made when the first is busy as a callback comes, which may happen late; then no more.
+    # A second progress thread starts when a callback finds the first one busy, perhaps late. There must be no third.
     assert late["threads"] <= early["threads"] + 1, f"threads grow: {[f['threads'] for f in figures]}"
     for key in ("shared_kib", "rss_kib"):
         assert late[key] <= early[key] + slack_kib, f"{key} grows: {[f[key] for f in figures]}"
@@ -122,7 +122,7 @@ def _check_flat(name: str, figures: list[dict[str, int]], slack_kib: int) -> Non
 
 @ark_only
 def test_soak_thousands_of_operations() -> None:
-    """6 rounds of 250 mixed steps (about 7,500 operations): descriptors, shared memory and memory stay flat."""
+    """6 rounds of 250 mixed steps (about 7,500 operations): descriptors, shared memory and memory must not grow."""
     for figures in run_ranks(_soak_operations, 2, 6, timeout=200):
         _check_flat("operations", figures, 6_000)
 
@@ -166,7 +166,7 @@ def test_soak_init_and_destroy() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.limit(1800)
+@pytest.mark.timeout(1800)
 @ark_only
 def test_soak_for_long() -> None:
     for figures in run_ranks(_soak_operations, 2, 150, timeout=1700):
@@ -174,7 +174,7 @@ def test_soak_for_long() -> None:
 
 
 def _idle(rank: Rank) -> dict[str, Any]:
-    """A group that does nothing, one that waits for a late peer, and one with async work that cannot go on."""
+    """An idle group, one that waits for a late peer, and one with pending async work."""
     rank.init(timeout=60)
     side = dist.new_group([0, 1])
     for group in (None, side):
@@ -211,7 +211,7 @@ def _idle(rank: Rank) -> dict[str, Any]:
 @ark_only
 @pytest.mark.alone
 def test_idle_ranks_cost_no_cpu() -> None:
-    """CPU seconds over two seconds of wall time; the bound leaves room for the interpreter and slow machines."""
+    """Measures CPU seconds over two seconds of wall time. The bound allows for the interpreter and slow machines."""
     for rank, used in enumerate(run_ranks(_idle, 2)):
         tables.add("idle", rank=rank, **{f"{name}: CPU s of 2 s": value for name, value in used.items()})
         assert used["idle"] < 0.05 and used["waiting"] < 0.1 and used["pending"] < 0.1, used
@@ -230,7 +230,7 @@ def _oversubscribed(rank: Rank) -> float:
 @pytest.mark.nightly
 @pytest.mark.alone
 def test_more_ranks_than_cores_do_not_collapse() -> None:
-    """Not a benchmark: a spin without a bound would take minutes here."""
+    """Not a benchmark: an unbounded spin would take minutes here."""
     ranks = max(6, 2 * (os.cpu_count() or 1) + 2)
     seconds = run_ranks(_oversubscribed, ranks, timeout=120)
     tables.add("more ranks than cores", ranks=ranks, s_for_200=max(seconds))

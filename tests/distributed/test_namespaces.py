@@ -1,7 +1,7 @@
-"""Ranks that share no memory: two network namespaces joined by a veth pair, as two machines would be.
+"""Ranks that share no memory: two network namespaces joined by a veth pair, like two machines.
 
-ark finds it out by itself (its local sockets live in a network namespace), says so in one line, and Gloo carries what
-goes between the two, to the bit. Needs root and the ip command; a skip is reported and counted.
+ark detects this by itself (its local sockets belong to a network namespace) and logs one line. Gloo carries the data
+between the two, bit for bit. Needs root and the ip command; a skip is reported and counted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SCRIPT = Path(__file__).with_name("scripts") / "two_machines.py"
 
 
 def _can_make_namespaces() -> str:
-    """Why not, or "" when this process may."""
+    """Returns why this process may not create namespaces, or ""."""
     if BACKEND != "ark":
         return "what only ark promises"
     if os.geteuid() != 0 or not shutil.which("ip"):
@@ -38,7 +38,7 @@ def _can_make_namespaces() -> str:
 
 @pytest.fixture(scope="module")
 def namespaces() -> Iterator[list[tuple[str, str]]]:
-    """Two namespaces with addresses 10.77.0.1 and 10.77.0.2 on a link of their own."""
+    """Creates two namespaces with addresses 10.77.0.1 and 10.77.0.2 on their own link."""
     why_not = _can_make_namespaces()
     if why_not:
         tables.add("namespaces", test="skipped", why=why_not)
@@ -64,7 +64,7 @@ def namespaces() -> Iterator[list[tuple[str, str]]]:
                 pytest.skip(f"{' '.join(command)}: {done.stderr.strip()}")
         yield list(zip(names, links, strict=True))
     finally:
-        for name in names:  # the links go with them
+        for name in names:  # this deletes the links as well
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
@@ -75,12 +75,12 @@ def _run(
     private_mounts: bool = False,
     **env: str,
 ) -> list[tuple[int, str]]:
-    """Rank r in namespace placement[r]; exit codes and outputs."""
+    """Runs rank r in namespace placement[r]. Returns exit codes and outputs."""
     running = []
     port = 23_000 + os.getpid() % 20_000
     for rank, place in enumerate(placement):
         name, link = namespaces[place]
-        # A private /dev/shm and /tmp as well, as two containers have: the names must not matter either.
+        # Also a private /dev/shm and /tmp, as in two containers, because names must not matter.
         isolation = ["unshare", "--mount"] if private_mounts else []
         shell = f"mount -t tmpfs none /dev/shm && exec {sys.executable} {SCRIPT}" if private_mounts else ""
         command = [*isolation, "sh", "-c", shell] if private_mounts else [sys.executable, str(SCRIPT)]
@@ -124,7 +124,7 @@ def _check(results: list[tuple[int, str]], carried: bool) -> None:
     lines = [line for _, output in results for line in output.splitlines() if "Gloo" in line]
     told = [line for line in lines if "group" in line]
     assert (len(told) >= 1) == carried, lines
-    for _, output in results:  # one line a group, not one an operation
+    for _, output in results:  # one line per group, not per operation
         assert sum("Gloo" in line for line in output.splitlines()) <= 6, output
 
 
@@ -139,7 +139,7 @@ def test_two_namespaces_are_found_out_and_carried_by_gloo(namespaces: list[tuple
 @pytest.mark.nightly
 @pytest.mark.parametrize("placement", [[0, 0, 1, 1], [0, 0, 1, 1, 1], [0, 1, 1, 1]], ids=str)
 def test_several_ranks_in_each_of_two_namespaces(namespaces: list[tuple[str, str]], placement: list[int]) -> None:
-    """Ranks of one share memory, and one rank of each pair of rails speaks for its node."""
+    """Ranks of a namespace share memory, and one rank of each pair of rails represents its node."""
     results = _run(namespaces, placement)
     _check(results, carried=True)
     ranks = [placement.count(0), placement.count(1)]
@@ -153,13 +153,13 @@ def test_private_mounts_as_well(namespaces: list[tuple[str, str]]) -> None:
 
 
 def test_private_mounts_alone_still_share_memory(namespaces: list[tuple[str, str]]) -> None:
-    """One network namespace, different mounts (a private /dev/shm): descriptors need no common file system."""
+    """One network namespace with different mounts (a private /dev/shm): descriptors need no common file system."""
     _check(_run(namespaces, [0, 0], private_mounts=True), carried=False)
 
 
 @pytest.mark.nightly
 def test_shared_memory_on_refuses(namespaces: list[tuple[str, str]]) -> None:
-    """ARK_SHARED_MEMORY=on: ranks that share no memory are an error that says why, on every rank."""
+    """ARK_SHARED_MEMORY=on: ranks that share no memory raise an error with the reason, on every rank."""
     for rank, (code, output) in enumerate(_run(namespaces, [0, 1], ARK_SHARED_MEMORY="on", ARK_TEST_INIT_ONLY="1")):
         assert code != 0, output
         last = [line for line in output.splitlines() if "ark:" in line][-1]

@@ -1,6 +1,6 @@
-"""What PyTorch 2.14 and newer ask of a backend: used here, or declined in words (docs/pytorch-versions.md).
+"""What PyTorch 2.14 and newer ask of a backend: supported, or refused with an error (docs/pytorch-versions.md).
 
-The same file serves every minor: each test says from which one on its question exists.
+The same file serves every minor version. Each test states the version that introduced its feature.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def _children_have_options_of_their_own(rank: Rank) -> None:
 
 
 @pytest.mark.quick
-@since(2, 14)  # before, PyTorch writes the child's name and timeout into the parent's options
+@since(2, 14)  # earlier versions write the child's name and timeout into the parent's options
 def test_a_child_group_leaves_its_parents_options_alone() -> None:
     run_ranks(_children_have_options_of_their_own, 2)
 
 
 def _merged(rank: Rank) -> None:
-    """Two groups of one become one of two, with the options of the first."""
+    """Merges two groups of one rank into one of two, with the options of the first."""
     given = ark_torch.Options()
     given.spin_us = 77
     alone = dist.PrefixStore(str(rank.rank), rank.store("alone"))
@@ -103,12 +103,12 @@ def _timeouts_of_works(rank: Rank) -> None:
     assert mine is not None and mine.timeout == timedelta(seconds=47)
     asked = group.barrier(timeout=timedelta(seconds=9))
     assert asked.timeout == timedelta(seconds=9)
-    # A message's share ends with it, too.
+    # A message's extension ends with the message, too.
     group._add_ephemeral_timeout(timedelta(seconds=20))
     peer = 1 - rank.rank
     message = dist.irecv(torch.empty(2), peer)
     assert message is not None and message.timeout == timedelta(seconds=67)
-    dist.barrier()  # issued while the message is under way, so it has the extension, too, and does not end it
+    dist.barrier()  # issued while the message is pending, so it has the extension, too, and does not end it
     dist.send(torch.ones(2), peer)
     message.wait()
     later = dist.all_reduce(torch.ones(2), async_op=True)
@@ -169,7 +169,7 @@ def _gathered(rank: Rank) -> None:
             into = torch.zeros(2 * world, 3, dtype=dtype) if me == root else None
             gather(own, into, dst=root)
             assert into is None or torch.equal(into, wanted)
-            # A result with gaps, and asynchronously.
+            # A strided result, asynchronously.
             wide = torch.zeros(2 * world, 6, dtype=dtype)[:, ::2] if me == root else None
             work = gather(own, wide, dst=root, async_op=True)
             work.wait()
@@ -212,7 +212,7 @@ def test_merge() -> None:
     run_ranks(_merged, 2)
 
 
-# Stands for the package torchcomms: it is there, and knows Gloo alone.
+# Stands in for the package torchcomms: it exists, but supports only Gloo.
 TORCHCOMMS = {
     "__init__.py": "def is_backend_built(name):\n    return name == 'gloo'\n"
     "def new_comm(*arguments, **options):\n    raise AssertionError(f'torchcomms was asked for {arguments}')\n",
@@ -234,7 +234,7 @@ def _as_ever(rank: Rank) -> bool:
     return bool(c10d._use_torchcomms_enabled()) if MINOR >= (2, 14) else False
 
 
-# PyTorch 2.13 hands every name of a backend to torchcomms.
+# PyTorch 2.13 passes all backend names to torchcomms.
 CHOOSE = ["TORCH_DIST_USE_NCCL2", *(["TORCH_DISTRIBUTED_USE_TORCHCOMMS"] if MINOR >= (2, 14) else [])]
 
 
@@ -254,7 +254,7 @@ def test_variables_that_choose_other_backends_leave_ark_alone(
 
 
 class _Lying(dist.Store):
-    """A store in which the other rank has another PyTorch."""
+    """A store in which the other rank reports another PyTorch."""
 
     def __init__(self, real: dist.Store, version: str) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ def _mixed(rank: Rank, version: str) -> list[str]:
         def emit(self, record: logging.LogRecord) -> None:
             told.append(record.getMessage())
 
-    import ark_torch.distributed.group  # makes the logger
+    import ark_torch.distributed.group  # creates the logger
 
     logging.getLogger("ark_torch").addHandler(Listener())
     store = rank.store("told")

@@ -1,7 +1,7 @@
-"""A whole node that goes at once: the others name it, its ranks and what the store knows of it.
+"""A whole node that disappears at once: the others must name it, its ranks and what the store knows of it.
 
-Ranks pretend to be on nodes (ARK_NODE). A node that is killed has its ranks stopped before, so that none of them can
-tell of another's end; one that is unplugged is a node whose ranks are stopped.
+Ranks pretend to be on nodes (ARK_NODE). To kill a node, its ranks are stopped first, so that none can report another's
+end. An unplugged node is one whose ranks are stopped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TWO, UNEVEN, STAR = (0, 0, 1, 1), (0, 0, 1, 1, 1), (0, 1, 1, 1)
 
 
 def _store(rank: Rank, hosted: bool) -> dist.Store | None:
-    """The job's store, which outlives all ranks; or one that rank 0 hosts."""
+    """Returns the job's store, which outlives all ranks, or one that rank 0 hosts."""
     if not hosted:
         return None
     if rank.rank == 0:
@@ -45,7 +45,7 @@ def _loses_a_node(rank: Rank, placement: Placement, hosted: bool, timeout: float
     with pytest.raises(RuntimeError, match=expected):
         while True:
             dist.all_reduce(x)
-    with pytest.raises(RuntimeError, match=expected):  # it is the group's failure now
+    with pytest.raises(RuntimeError, match=expected):  # now the group has failed
         dist.barrier()
 
 
@@ -77,16 +77,16 @@ def _lose(placement: Placement, node: int, how: str, expected: str, hosted: bool
     ids=str,
 )
 def test_a_node_that_is_killed(placement: Placement, node: int, named: str) -> None:
-    """In less than the group's timeout: its connections end."""
+    """Detected before the group's timeout, because its connections end."""
     _lose(placement, node, "killed", rf"none of {named} says why: gloo.* failed with rank \d", timeout=60.0)
 
 
 @pytest.mark.parametrize(
     "placement, node, named",
     [
-        (UNEVEN, 0, r"node 0 \(ranks 0 and 1\)"),  # rank 4 has no rail: it waits for one of its node that does
+        (UNEVEN, 0, r"node 0 \(ranks 0 and 1\)"),  # rank 4 has no rail: it waits for a rank of its node that has one
         (TWO, 1, r"node 1 \(ranks 2 and 3\)"),
-        ((0, 1, 2), 2, r"node 2 \(rank 2\)"),  # ranks 0 and 1 may wait for each other, too
+        ((0, 1, 2), 2, r"node 2 \(rank 2\)"),  # ranks 0 and 1 may also wait for each other
         pytest.param((0, 1), 1, r"node 1 \(rank 1\)", marks=pytest.mark.nightly),
         pytest.param(STAR, 1, r"node 1 \(ranks 1, 2 and 3\)", marks=pytest.mark.nightly),
         pytest.param(STAR, 0, r"node 0 \(rank 0\)", marks=pytest.mark.nightly),
@@ -94,7 +94,7 @@ def test_a_node_that_is_killed(placement: Placement, node: int, named: str) -> N
     ids=str,
 )
 def test_a_node_that_is_unplugged(placement: Placement, node: int, named: str) -> None:
-    """Nothing ends; at the group's timeout the store knows of no sign of life."""
+    """No connection ends. At the group's timeout the store shows no sign of life."""
     _lose(placement, node, "stopped", rf"{named} has not been heard of for \d+ s: its machine is down")
 
 
@@ -108,7 +108,7 @@ def test_the_node_with_the_store_is_unplugged() -> None:
 
 
 class _Counting(dist.Store):
-    """What a rank asks its store for."""
+    """Records a rank's accesses to its store."""
 
     def __init__(self, real: dist.Store) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class _Counting(dist.Store):
 
 
 def _counts(rank: Rank, placement: Placement, beats: int) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """What a healthy group asks the store for while every node beats so often; and what the next group's beats are."""
+    """Returns a healthy group's store accesses over that many beats of each node, and the next group's."""
     os.environ["ARK_NODE"] = str(placement[rank.rank])
     store = _Counting(rank.store("counted"))
     rank.init(timeout=4.0, store=store)
@@ -156,7 +156,7 @@ def _counts(rank: Rank, placement: Placement, beats: int) -> tuple[list[tuple[st
             break
         time.sleep(0.02)
     asked = store.calls[before:]
-    dist.barrier()  # nobody leaves while others count
+    dist.barrier()  # no rank leaves while others count
     dist.destroy_process_group()
     after = len(store.calls)
     time.sleep(0.6)
@@ -164,7 +164,7 @@ def _counts(rank: Rank, placement: Placement, beats: int) -> tuple[list[tuple[st
 
 
 def test_what_beats_cost_the_store() -> None:
-    """One write a node in a period and nothing else, until the group ends."""
+    """One write per node and period, nothing else, until the group ends."""
     with Job(_counts, 5, UNEVEN, 4) as job:
         values = job.values(60)
     for rank, (asked, later) in enumerate(values):

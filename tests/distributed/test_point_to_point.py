@@ -1,7 +1,7 @@
-"""Point to point: batches, tags, any source, big messages that cross, and beside collectives.
+"""Point to point: batches, tags, any source, large messages that cross, and use beside collectives.
 
-A test here that waits for something which can only happen if another part makes progress by itself is protected by the
-launcher's limit: a deadlock shows as a failure with every thread's stack.
+Some tests wait for something that happens only if another part makes progress by itself. The launcher's limit protects
+them: a deadlock becomes a failure with every thread's stack.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def test_batch_isend_irecv(world: int) -> None:
 
 
 def _refused_in_a_batch(rank: Rank) -> None:
-    """What was refused in a batch ends that batch alone, though PyTorch's manager never ends it."""
+    """An error in a batch ends only that batch, although PyTorch's manager never ends it."""
     rank.init()
     me, peer = rank.rank, 1 - rank.rank
     for round_ in range(3):
@@ -51,7 +51,7 @@ def _refused_in_a_batch(rank: Rank) -> None:
         assert len(works) == 1
         works[0].wait()
         assert got.tolist() == [float(10 * round_ + peer)] * 9
-    # A work of the batch that was refused is done nevertheless, and not the next one's.
+    # An earlier work of the failed batch still completes, and does not become part of the next batch.
     early = torch.full((9,), float(me))
     with pytest.raises(ValueError, match="this rank"):
         dist.batch_isend_irecv([dist.P2POp(dist.isend, early, peer), dist.P2POp(dist.isend, early, me)])
@@ -69,7 +69,7 @@ def test_refused_in_a_batch() -> None:
 
 
 def _tags(rank: Rank) -> None:
-    """Tags received in another order than sent; equal tags keep their order."""
+    """Tags are received in another order than sent. Equal tags keep their order."""
     rank.init()
     if rank.rank == 0:
         works = [dist.isend(torch.full((1 + tag * 3000,), float(tag)), 1, tag=tag) for tag in range(20)]
@@ -125,7 +125,7 @@ def test_receive_from_any_source(world: int) -> None:
 
 
 def _crossing(rank: Rank) -> None:
-    """Both sides send big messages before either receives: isend (and the pipeline schedules) rely on it."""
+    """Both sides send large messages before either receives. isend (and the pipeline schedules) rely on it."""
     rank.init()
     peer = 1 - rank.rank
     count = 8 << 20
@@ -143,7 +143,7 @@ def test_isend_never_blocks() -> None:
 
 
 def _send_and_collect(rank: Rank) -> None:
-    """Point to point in flight does not hold collectives up, and the other way round."""
+    """Pending point-to-point operations do not delay collectives, and vice versa."""
     rank.init()
     me = rank.rank
     if me == 0:

@@ -1,6 +1,6 @@
-"""Eager collectives under torch.profiler: one record_param_comms event a call, described as ProcessGroupNCCL's are.
+"""Eager collectives under torch.profiler: one record_param_comms event per call, in ProcessGroupNCCL's format.
 
-The expected names and numbers are NCCL's own (it sets what tools such as HTA and Chakra read), so each is written out.
+The expected names and numbers are NCCL's own, which tools such as HTA and Chakra read, so each is written out.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Call = Callable[[bool], Any]
 
 
 def _calls(me: int) -> list[Call]:
-    """Every collective, in the order of _EXPECTED; the argument: asynchronous."""
-    parts = [torch.ones(me + 1 + peer) for peer in range(WORLD)]  # sizes that differ by pair of ranks
+    """Every collective, in the order of _EXPECTED. The argument tells whether it is asynchronous."""
+    parts = [torch.ones(me + 1 + peer) for peer in range(WORLD)]  # sizes differ by pair of ranks
     arrivals = [torch.empty(peer + 1 + me) for peer in range(WORLD)]
     sizes_in, sizes_out = [part.numel() for part in parts], [arrival.numel() for arrival in arrivals]
     three = [torch.empty(4) for _ in range(WORLD)]
@@ -67,7 +67,7 @@ def _expected(me: int) -> list[dict[str, Any]]:
 
 
 def _events(rank: Rank, run: Callable[[], None]) -> list[dict[str, Any]]:
-    """The arguments of the record_param_comms events in the exported trace, in order; waits left out."""
+    """Returns the arguments of the record_param_comms events in the exported trace, in order, without waits."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         run()
     path = rank.scratch / f"trace{rank.rank}.json"
@@ -106,7 +106,7 @@ def _all_collectives(rank: Rank, asynchronous: bool) -> list[dict[str, Any]]:
             if work is not None:
                 work.wait()
 
-    run()  # unprofiled first: lazily made state must not show up as an event
+    run()  # first without the profiler: lazy initialization must not appear as an event
     return _events(rank, run)
 
 
@@ -124,7 +124,7 @@ def test_every_collective_is_described(asynchronous: bool) -> None:
         if HAS_SEQUENCE:
             sequences = [event["Seq"] for event in events]
             assert sequences == list(range(sequences[0], sequences[0] + len(events)))
-            # barrier has no asyncOp in its options before it reaches a backend
+            # barrier's options have no asyncOp before they reach a backend
             assert {event["Is asynchronized op"] for event in events[:-1]} == {int(asynchronous)}
         assert events[0]["Input Dims"][0] == [[2, 3]]
 
@@ -209,7 +209,7 @@ def test_execution_trace_observer() -> None:
 
 
 def _threads_and_nothing(rank: Rank) -> int:
-    """After a profile has ended nothing is recorded, and a second profile starts anew."""
+    """After a profile nothing is recorded, and a second profile starts anew."""
     rank.init()
     counts = []
     for _ in range(2):

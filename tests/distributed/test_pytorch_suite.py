@@ -1,9 +1,9 @@
 """PyTorch's own DistributedTest, from the wheel, over groups of the backend under test.
 
-Four bodies (six from 3 ranks on) name the backends they accept and so fail for any third party; everything else
-that runs must pass. What does not run is listed with its reason in distributed_suite_skips.json (committed): a body
-that skips itself and is not in that list is a failure, because a skipped body is an untested one.
-ARK_UPDATE_SKIPS=1 rewrites the list; ARK_SUITE_ONLY=REGEX runs a part.
+Four bodies (six from 3 ranks on) name the accepted backends and so fail for any third party. Everything else that runs
+must pass. What does not run is listed with its reason in distributed_suite_skips.json (committed). A body that skips
+itself and is not in that list is a failure, because a skipped body is untested. ARK_UPDATE_SKIPS=1 rewrites the list.
+ARK_SUITE_ONLY=REGEX runs a part.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from support.start import Zygote
 SKIPS_FILE = Path(__file__).with_name("distributed_suite_skips.json")
 TORCH_MINOR = ".".join(torch.__version__.split(".")[:2])
 
-# body -> what its failure must say: the name that PyTorch itself checks, and nothing else.
+# body -> the required failure: the name that PyTorch itself checks, and nothing else.
 FAIL_BY_NAME = {
     "test_get_backend": r"'?ark'? != 'gloo'",
     "test_ddp_logging_data_cpu": r"'custom' != 'ark'|'ark' != 'custom'",
     "test_monitored_barrier_gloo": r"monitored_barrier is only implemented for GLOO backend",
     "test_monitored_barrier_gloo_subgroup": r"monitored_barrier is only implemented for GLOO backend",
-    # These two skip themselves below 8 ranks; here they run from 3 on.
+    # These two skip themselves below 8 ranks. Here they run from 3 on.
     "test_monitored_barrier_failure_order": r"monitored_barrier is only implemented for GLOO backend",
     "test_monitored_barrier_wait_all_ranks": r"monitored_barrier is only implemented for GLOO backend",
 }
 BODY_LIMIT_S = 150.0
-PARTS = 8  # of which the gate runs one
-# Reasons found out only by starting the body. `make test` believes the list about them (100 forks less);
-# the nightly run starts every body.
+PARTS = 8  # the gate runs one of these
+# Reasons that show only when the body starts. `make test` trusts the list (100 forks fewer); the nightly run starts
+# every body.
 LACKS_HARDWARE = re.compile(r"CUDA is not available|Need at least \d CUDA devices|small world size")
 
 
@@ -58,7 +58,7 @@ class Suite:
         (self.bodies,) = run_ranks(suite_rank.bodies, 1, zygote=self.zygote)
 
     def run(self, name: str) -> str:
-        """Why the body skipped itself ("" when it passed); raises RanksFailed."""
+        """Returns why the body skipped itself ("" if it passed). Raises RanksFailed."""
         with Job(suite_rank.run_body, self.world_size, name, zygote=self.zygote, destroy=False) as job:
             return next((why for why in job.values(BODY_LIMIT_S) if why), "")
 
@@ -72,7 +72,7 @@ def suites(request: pytest.FixtureRequest) -> Iterator[tuple[Suite, Suite]]:
 
 
 def _run_all(as_gloo: Suite, as_mpi: Suite, part: int) -> tuple[list[str], dict[str, str], dict[str, str]]:
-    """Every PARTS-th body: those that passed, skipped ones with reasons, failed ones with their story."""
+    """Runs every PARTS-th body. Returns those that passed, skipped ones with reasons, failed ones with reports."""
     passed: list[str] = []
     skipped: dict[str, str] = {}
     failed: dict[str, str] = {}
@@ -130,7 +130,7 @@ def _unexpected(failed: dict[str, str]) -> dict[str, str]:
     return {name: story for name, story in failed.items() if not re.search(FAIL_BY_NAME.get(name, r"(?!)"), story)}
 
 
-@pytest.mark.limit(3000)
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize(
     "suites",
     [2, pytest.param(3, marks=pytest.mark.nightly), pytest.param(4, marks=pytest.mark.nightly)],

@@ -1,9 +1,9 @@
-"""Seeded random small operations, equal to Gloo in the same processes.
+"""Random small operations from a seed, compared with Gloo in the same processes.
 
-Every rank draws the same plan from the seed: operation, dtype, reduce op, shapes, layout, group, root, sync or
-async, thread. Each operation runs on ark and on a Gloo group over the same ranks (Gloo gets contiguous copies
-and only dtypes it has: the rest is compared with the local reference, to the bit). A failure names seed and
-step: ARK_TEST_SEED=SEED ARK_TEST_OPERATIONS=STEP+1 repeats it.
+Every rank draws the same plan from the seed: operation, dtype, reduce op, shapes, layout, group, root, sync or async,
+thread. Each operation runs on ark and on a Gloo group of the same ranks. Gloo gets contiguous copies and only dtypes
+that it supports; the rest is compared bit for bit with the local reference. A failure names seed and step:
+ARK_TEST_SEED=SEED ARK_TEST_OPERATIONS=STEP+1 repeats it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ KINDS = (
     "barrier",
 )
 LAYOUTS = ("plain", "plain", "offset", "strided")
-if BACKEND == "gloo":  # for working on the tests themselves: what plain Gloo can do
+if BACKEND == "gloo":  # plain Gloo's features, for working on the tests themselves
     OTHER_DTYPES, GLOO_DTYPES, LAYOUTS = (torch.float64,), (torch.int32, torch.int64), ("plain",)
     KINDS = tuple(kind for kind in KINDS if kind not in ("reduce", "all_to_all"))
 EXACT_IN_ANY_ORDER = (torch.int32, torch.int64, torch.int8, torch.uint8)
@@ -50,7 +50,7 @@ EXACT_IN_ANY_ORDER = (torch.int32, torch.int64, torch.int8, torch.uint8)
 
 @dataclass
 class Step:
-    """One operation of the plan: the same on every rank."""
+    """One operation of the plan, the same on every rank."""
 
     number: int
     kind: str
@@ -92,7 +92,7 @@ def _plan(rng: random.Random, number: int, groups: list[list[int]]) -> Step:
 
 
 def _run(step: Step, group: Group, me: int) -> list[Callable[[], None]]:
-    """Issue the step on ark; what it returns waits, compares, and issues Gloo's twin."""
+    """Issues the step on ark. The returned functions wait, compare, and issue Gloo's counterpart."""
     members, count, dtype = group.members, step.count, step.dtype
     size, mine = len(members), members.index(me)
     what = f"{step}"
@@ -207,7 +207,7 @@ def _run(step: Step, group: Group, me: int) -> list[Callable[[], None]]:
         got = results[0][0].reshape(-1)
         if dtype in EXACT_IN_ANY_ORDER or step.kind not in ("all_reduce", "reduce_scatter_tensor"):
             assert_same_bits(got, twin, f"ark and Gloo differ: {what}")
-        else:  # Gloo's order of adding is its own (and float16 rounds at every step there)
+        else:  # Gloo adds in its own order (and rounds float16 at every step)
             torch.testing.assert_close(
                 got,
                 twin,
@@ -230,7 +230,7 @@ def _random(rank: Rank, seed: int, operations: int, threads: int) -> int:
     me = rank.rank
     plan_groups = _groups(rank.world_size)
     lanes: list[list[Group]] = []
-    for _ in range(threads):  # a thread has groups of its own: the order within a group must be one for all ranks
+    for _ in range(threads):  # a thread has its own groups, because all ranks must use a group in the same order
         lanes.append(
             [Group(m, dist.new_group(sorted(m)), dist.new_group(sorted(m), backend="gloo")) for m in plan_groups]
         )
@@ -247,7 +247,8 @@ def _random(rank: Rank, seed: int, operations: int, threads: int) -> int:
                 step = _plan(rng, number + index * 1_000_000, plan_groups)
                 if me in lanes[index][step.group].members:
                     pending += _run(step, lanes[index][step.group], me)
-                # When to wait is part of the plan, members or not: it blocks, so the order must be one for all.
+                # The plan decides when to wait, on non-members as well: waiting blocks, so the order must be the same
+                # for all.
                 if not step.is_async or rng.random() < 0.2:
                     for wait in pending:
                         wait()
@@ -294,7 +295,7 @@ def test_random_operations_carried_by_gloo() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.limit(3600)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world, threads", [(2, 1), (2, 4), (3, 2), (4, 1), (4, 3)])
 def test_a_hundred_thousand_random_operations(world: int, threads: int) -> None:
     operations = int(os.environ.get("ARK_TEST_OPERATIONS", "20000"))

@@ -1,7 +1,7 @@
-"""Groups over several nodes, RDMA between them: over a pretended libibverbs (tests/support/pretended/verbs).
+"""Groups over several nodes with RDMA between them: over a pretended libibverbs (tests/support/pretended/verbs).
 
-What test_carried.py holds over Gloo is held here over the queue pairs: the bits of all collectives, what ends them, and
-what is said where RDMA cannot be. tests/rdma runs soft-RoCE, on a kernel's real verbs.
+These tests repeat those of test_carried.py over queue pairs: the bits of all collectives, how groups fail, and the
+errors where RDMA is not possible. tests/rdma runs soft-RoCE with the kernel's real verbs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def control(tmp_path: Path) -> verbs.Control:
 
 @pytest.fixture
 def env(pretended_verbs: str, control: verbs.Control) -> Env:
-    """Of ranks that insist on RDMA. Packets are sent again after 34 ms; a peer is lost after a quarter of a second."""
+    """Ranks must use RDMA. Packets are resent after 34 ms, and a peer is lost after a quarter of a second."""
     return {
         "ARK_NET": "rdma",
         "ARK_RDMA_LIBRARY": pretended_verbs,
@@ -79,7 +79,7 @@ def test_every_type(placement: tuple[int, ...], env: Env) -> None:
 
 
 def _as_gloo(rank: Rank) -> None:
-    """The same inputs over Gloo and over RDMA: the same bits, also of a model's steps under DDP."""
+    """The same inputs over Gloo and over RDMA give the same bits, also in a model's steps under DDP."""
     results = []
     for net in ("gloo", "rdma"):
         os.environ["ARK_NET"] = net
@@ -110,7 +110,7 @@ def test_subgroups_and_messages_beside(env: Env) -> None:
 
 
 def _subgroups(rank: Rank) -> None:
-    """Groups share the NIC, and the user's own messages go by Gloo, whatever their tags."""
+    """Groups share the NIC. The user's own messages go over Gloo, whatever their tags."""
     carried.on_nodes(rank, UNEVEN)
     for members in ([1, 2], [4, 0, 3], [2, 3]):
         group = dist.new_group(members)
@@ -140,7 +140,7 @@ def test_ranks_that_disagree(env: Env, call: str) -> None:
 
 
 def _alone(rank: Rank, placement: tuple[int, ...], how: str, quiet: int) -> tuple[float, str]:
-    """One rank does not come: it is stopped, killed, or calls abort(); or the link is gone for all."""
+    """One rank does not call: it is stopped, killed, or calls abort(). Or the link is down for all."""
     group = carried.on_nodes(rank, placement, timeout=2.0 if how == "timeout" else 60.0)
     dist.all_reduce(torch.ones(300_000))
     rank.report("running")
@@ -199,7 +199,7 @@ def test_a_link_that_stays_away_ends_all_ranks(env: Env, control: verbs.Control)
             job.go(r, "go")
         texts = [outcome.value[1] for outcome in job.finish(30) if outcome.value is not None]
     assert len(texts) == 4 and all("status 12" in text for text in texts), texts
-    assert any("ARK_RDMA_RETRY_COUNT" in text for text in texts), texts  # who found it out says what to do
+    assert any("ARK_RDMA_RETRY_COUNT" in text for text in texts), texts  # the rank that detects it names the remedy
 
 
 def _through(rank: Rank) -> None:

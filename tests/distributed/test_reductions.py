@@ -1,6 +1,6 @@
-"""all_reduce, reduce and reduce_scatter with every dtype, operation, odd size and layout, to the bit.
+"""all_reduce, reduce and reduce_scatter with every dtype, operation, odd size and layout, bit for bit.
 
-Each against a local reference, over shared memory and over Gloo (support/grid.py). Outputs are poisoned before
+Each is compared with a local reference, over shared memory and over Gloo (support/grid.py). Outputs are poisoned before
 the call.
 """
 

@@ -1,8 +1,7 @@
-"""Registering memory where there is no GPU: what is refused, on every rank in the same words, and what does no harm;
-then on a pretended device, whose memory is real: from the Python call to what is mapped.
+"""Memory registration without a GPU: what is refused with the same error on every rank, and what has no effect.
 
-What peers then see there is shown by tests/csrc/collectives/cuda/registration_test.cpp; that collectives use it, by
-tests/gpu/test_registered.py.
+Then on a pretended device with real memory: from the Python call to the mappings. registration_test.cpp
+(tests/csrc/collectives/cuda) shows what peers see there, and tests/gpu/test_registered.py that collectives use it.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def _told(call: Callable[[], Any]) -> str:
 
 def _refused(rank: Rank) -> list[str]:
     rank.init()
-    others = torch.ones(3)  # wrong as well: the first rank's fault is told
+    others = torch.ones(3)  # wrong as well: the first rank's error is reported
     told = [
         _told(lambda: register(others if rank.rank else torch.ones(2))),
         _told(lambda: register(others if rank.rank else None)),  # type: ignore[arg-type]
@@ -44,7 +43,7 @@ def _refused(rank: Rank) -> list[str]:
         _told(lambda: register(others) if rank.rank else deregister(others)),
     ]
     tensor = torch.ones(4)
-    dist.all_reduce(tensor)  # the group is as good as before
+    dist.all_reduce(tensor)  # the group still works
     assert tensor.tolist() == [rank.world_size] * 4
     return told
 
@@ -96,7 +95,7 @@ def test_a_rank_that_does_not_register_is_named(met: bool) -> None:
 
 
 def _elsewhere(rank: Rank) -> list[str]:
-    """Groups that are not ark's to register with."""
+    """Groups with which ark cannot register."""
     rank.init()
     tensor = torch.ones(2)
     told = [_told(lambda: register(tensor))]
@@ -119,7 +118,7 @@ def test_a_rank_that_is_no_member() -> None:
 
 @pytest.mark.quick
 def test_without_ark_nothing_is_done() -> None:
-    """ARK_DISABLE is for finding out whether it is ark: the program goes on."""
+    """ARK_DISABLE is for debugging, so the program continues."""
     with Job(_elsewhere, 2, env={"ARK_DISABLE": "1"}) as job:
         for told in job.values(60):
             assert told[0] == "no error, False", told
@@ -142,7 +141,7 @@ def test_a_pool_needs_cuda() -> None:
 
 
 class Pool:
-    """Memory as PyTorch would allocate it, from the functions that the extension gives it."""
+    """Memory as PyTorch would allocate it, by the extension's functions."""
 
     def __init__(self, rank: int) -> None:
         from ark_torch import _C
@@ -221,7 +220,7 @@ def _tensors(rank: Rank) -> list[str]:
         deregister(half)
     assert _held() == before
     register(half)
-    memory.free(at, 20 * MB)  # the group holds it
+    memory.free(at, 20 * MB)  # the group still holds it
     dist.all_reduce(half)
     assert backend.cuda_registered_bytes == 10 * MB
     told.append(_told(lambda: register(half)))
@@ -250,11 +249,11 @@ def _pools(rank: Rank) -> list[str]:
     device = torch.device("cuda", rank.rank)
     sizes = [2 * MB, 20 * MB, 2 * MB]
     segments = [(memory.take(size), size) for size in sizes]
-    in_any_order = segments[rank.rank :] + segments[: rank.rank]  # as addresses would have it
+    in_any_order = segments[rank.rank :] + segments[: rank.rank]  # as if sorted by address
     assert backend._register_pool((7, 1), device, in_any_order[:2] if rank.world_size == 1 else in_any_order)
     assert backend.cuda_registered_bytes == 24 * MB
     segments.append((memory.take(4 * MB), 4 * MB))
-    assert backend._register_pool((7, 1), device, segments)  # what is new
+    assert backend._register_pool((7, 1), device, segments)  # only what is new
     assert backend.cuda_registered_bytes == 28 * MB
     told = [
         _told(lambda: backend._register_pool((7, 2), device, segments[: 1 + rank.rank])),

@@ -1,7 +1,7 @@
-"""Threads: several with groups of their own or in turn on one, autograd's, and works that several wait for.
+"""Threads: several with their own groups, or in turn on one, autograd's threads, and works with several waiters.
 
-A test here that waits for something which can only happen if another part makes progress by itself is protected by the
-launcher's limit: a deadlock shows as a failure with every thread's stack.
+Some tests wait for something that happens only if another part makes progress by itself. The launcher's limit protects
+them: a deadlock becomes a failure with every thread's stack.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _sum(count: int, seed: int, world: int) -> torch.Tensor:
 
 
 def _threads_and_groups(rank: Rank) -> None:
-    """Four threads, each with a group of its own, at once; then one group from four threads in turn."""
+    """Four threads at once, each with its own group, then one group from four threads in turn."""
     rank.init()
     world, me = rank.world_size, rank.rank
     groups = [dist.new_group(list(range(world))) for _ in range(4)]
@@ -81,7 +81,7 @@ def test_several_threads_and_groups(world: int) -> None:
 
 
 def _waiters(rank: Rank) -> None:
-    """One work waited for by several threads; a work waited for by a thread that did not issue it."""
+    """Several threads wait for one work; a thread waits for a work that it did not issue."""
     rank.init()
     world = rank.world_size
     for _ in range(30):
@@ -107,7 +107,7 @@ def test_several_threads_wait_for_one_work() -> None:
 
 
 def _autograd_threads(rank: Rank) -> None:
-    """Collectives issued by gradient hooks on autograd's thread, while the main thread issues others."""
+    """Gradient hooks issue collectives on autograd's thread, while the main thread issues others."""
     rank.init()
     world, me = rank.world_size, rank.rank
     side = dist.new_group(list(range(world)))

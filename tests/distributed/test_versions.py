@@ -1,6 +1,7 @@
-"""Every operation that writes a tensor raises its version, so that autograd refuses what was saved before.
+"""Every operation that writes a tensor increments its version, so that autograd refuses what was saved before.
 
-Those that Gloo forgets too; what is only read, the root's tensor of a broadcast among it, keeps its version.
+This includes operations where Gloo forgets it. Tensors that are only read, such as the root's in a broadcast, keep
+their version.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def _all_versions(rank: Rank) -> None:
     rank.init()
     me, peer = rank.rank, 1 - rank.rank
     ones = torch.ones
-    # Name, what is written on this rank, what is only read, the call.
+    # Name, tensors written on this rank, tensors only read, the call.
     cases: list[tuple[str, list[Tensor], list[Tensor], Callable[[list[Tensor], list[Tensor]], Any]]] = [
         ("all_reduce", [ones(4)], [], lambda w, r: dist.all_reduce(w[0])),
         ("all_reduce, strided", [ones(4, 2)[:, 0]], [], lambda w, r: dist.all_reduce(w[0])),
@@ -71,7 +72,7 @@ def _saved_then_overwritten(rank: Rank) -> None:
     with torch.inference_mode():
         tensor = torch.ones(4)
         dist.all_reduce(tensor)
-    dist.all_reduce(tensor)  # of inference, outside: it has no version, and is written all the same
+    dist.all_reduce(tensor)  # an inference tensor, outside of inference mode: it has no version but is still written
     assert tensor.tolist() == [4.0] * 4
 
 

@@ -1,4 +1,4 @@
-"""The documents hold together: what is made from results and declarations is up to date, links lead somewhere."""
+"""Consistency of the documents: what is generated from results and declarations is up to date, and links work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.quick
 def renew_docs(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")  # benchmarks set them; monkeypatch puts them back
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")  # benchmarks set them; monkeypatch restores them
     monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     import renew_docs
 
@@ -65,7 +65,7 @@ def test_the_picture_has_the_figures_of_the_results(renew_docs) -> None:
 
 
 def anchors(path: Path) -> set[str]:
-    """Those of a page's headings, as code hosts and mkdocs make them."""
+    """Returns the anchors of a page's headings, as code hosts and mkdocs generate them."""
     text = FENCED.sub("", path.read_text(encoding="utf-8"))
     titles = re.findall(r"^#+ +(.+?) *$", text, re.MULTILINE)
     return {re.sub(r" +", "-", re.sub(r"[^\w\- ]", "", title.lower().replace("`", "")).strip()) for title in titles}
@@ -83,7 +83,7 @@ def test_links_lead_to_files_and_headings(path: Path) -> None:
             continue
         target, _, anchor = link.partition("#")
         file = (path.parent / target).resolve() if target else path
-        if file == ROOT / "docs" / "contributing.md":  # a page of the site, made from the root's
+        if file == ROOT / "docs" / "contributing.md":  # a page of the site, generated from the root's
             file = ROOT / "CONTRIBUTING.md"
         assert file.exists(), f"{path.name} links to {link}, which is not there"
         assert file.is_relative_to(ROOT), f"{path.name} links to {link}, outside the repository"

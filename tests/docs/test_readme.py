@@ -1,4 +1,4 @@
-"""The three examples of README.md run as they stand there: under torchrun, and by plain python."""
+"""The three examples of README.md run unchanged, under torchrun and with plain python."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support import processes, start
 
 README = start.TESTS.parent / "README.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-# The code as it stands; what it compiles with is chosen for a busy machine: no measured costs, no pool of compilers.
+# The code is unchanged; compilation is set for a busy machine: no measured costs, no pool of compilers.
 ENVIRONMENT = {"ARK_COSTS": "assumed", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 

@@ -1,4 +1,4 @@
-"""The documentation as a site: `mkdocs build --strict` takes it, and a broken link fails.
+"""The documentation as a site: `mkdocs build --strict` accepts it, and fails on a broken link.
 
 Needs requirements/docs.txt.
 """

@@ -1,8 +1,8 @@
-"""The examples run as a user runs them: by plain python, which starts two ranks, and under torchrun with three.
+"""The examples run as users run them: with plain python, which starts two ranks, and under torchrun with three.
 
-Each example checks itself against a single process and exits with an error if they differ, so the exit code is the
-verdict; the lines it prints are looked at as well, because a rank that did nothing would exit with 0 too.
-The demo runs on a tiny model; its own comparison of the runs is tested here with weights that do differ.
+Each example compares itself with a single process and fails if they differ, so the exit code is the verdict. The output
+is checked as well, because a rank that did nothing would exit with 0, too. The demo runs on a tiny model. Its own
+comparison of the runs is tested here with weights that do differ.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TINY = ["--steps=12", "--layers=2", "--width=32", "--context=32", "--batch=4", "
 
 
 def run(command: list[str], folder: Path, timeout: float = 150.0) -> subprocess.CompletedProcess[str]:
-    """Runs a command and ends everything below it, whatever happens (torchrun's ranks have sessions of their own)."""
+    """Runs a command and ends everything below it in all cases (torchrun's ranks have their own sessions)."""
     environment = start.base_environment(COLUMNS="120")
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True)
@@ -164,7 +164,7 @@ def test_demo_writes_in_four_ways_and_shows_them(demo: tuple[subprocess.Complete
 
 @of_examples
 def test_a_cache_of_positions_is_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Byte by byte, and several at once: the logits of the whole text, as long as it fits the context."""
+    """Byte by byte, or several at once, it gives the logits of the whole text, as long as it fits the context."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     import torch
     from gpt.decoding import Decoder
@@ -179,7 +179,7 @@ def test_a_cache_of_positions_is_the_model(monkeypatch: pytest.MonkeyPatch) -> N
     for position in range(5, 16):
         got = decoder(text[:, position : position + 1], torch.tensor([position]))
         torch.testing.assert_close(got[0], wanted[position], rtol=1e-4, atol=1e-5)
-    # Beyond the context the oldest byte is out of sight: one layer, whose keys know nothing of earlier bytes.
+    # Beyond the context the oldest byte is forgotten. One layer only, whose keys do not depend on earlier bytes.
     gpt = GPT(ModelConfig(layers=1, width=32, heads=4, context=16)).eval().requires_grad_(False)
     decoder = Decoder(gpt, 40)
     text = torch.randint(256, (1, 17))

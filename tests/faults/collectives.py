@@ -1,4 +1,4 @@
-"""Faults of csrc/collectives: algorithms on the CPU, arithmetic, and the host's half of those on GPUs."""
+"""Faults of csrc/collectives: algorithms on the CPU, arithmetic, and the host part of GPU algorithms."""
 
 from faults.fault import fault
 

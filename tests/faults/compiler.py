@@ -1,9 +1,9 @@
-"""Faults of csrc/compiler: fusing, scheduling, events, places, the validator, emitters, and what runs plans."""
+"""Faults of csrc/compiler: fusion, scheduling, events, placement, the validator, emitters, and the plans' runtime."""
 
 from faults.fault import fault
 
 HERE = "csrc/compiler/"
-SIMULATED = "compiler/schedule.plan_test"  # any interleaving gives the sequential result
+SIMULATED = "compiler/schedule.plan_test"  # every interleaving gives the sequential result
 
 FAULTS = (
     fault(

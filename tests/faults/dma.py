@@ -1,4 +1,4 @@
-"""Faults of csrc/dma, benchmarks/dma and the protocols of host and device (ark_torch/kernels/protocol)."""
+"""Faults of csrc/dma, benchmarks/dma and the protocols between host and device (ark_torch/kernels/protocol)."""
 
 from faults.fault import fault
 

@@ -1,27 +1,27 @@
-"""What one fault is: the file, the text that it replaces, and the tests nearest to it.
+"""One fault: the file, the text that it replaces, and the nearest tests.
 
 A test is named as one of
   "dma.packet_test"                    the suites of tests/csrc/dma/packet_test.cpp, built plainly
-  "dma.packet_test:Packets.Messages*"  those of them that a GoogleTest filter takes
+  "dma.packet_test:Packets.Messages*"  those of them that match a GoogleTest filter
   "thread:dma.packet_test"             the same under ThreadSanitizer; "address:..." under the other sanitizers
-  "tests/tools/test_flight.py"         a pytest file; also with "::test_name", or " -k EXPRESSION" behind it
-Those that take the least time stand first: the first one that fails has caught the fault, and the rest is not run.
+  "tests/tools/test_flight.py"         a pytest file; also with "::test_name", or followed by " -k EXPRESSION"
+The fastest tests come first: the first one that fails has caught the fault, and the rest does not run.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-LIMIT_S = 300.0  # of one test named, building aside; a fault that makes it hang is caught by this
+LIMIT_S = 300.0  # per test named, without building; catches a fault that makes it hang
 
 
 @dataclass(frozen=True)
 class Fault:
     name: str  # "part.what"
     file: str
-    old: str  # stands in the file exactly once
+    old: str  # occurs in the file exactly once
     new: str
-    why: str  # what a user or an invariant loses
+    why: str  # the effect on a user or an invariant
     tests: tuple[str, ...]
     limit_s: float = LIMIT_S
 
@@ -31,11 +31,11 @@ class Fault:
 
     @property
     def compiles(self) -> bool:
-        """Whether anything must be built again."""
+        """Whether anything must be rebuilt."""
         return not self.file.endswith(".py")
 
     def applied(self, text: str) -> str:
-        """`text` with the fault. ValueError where the pattern has gone stale."""
+        """Returns `text` with the fault. Raises ValueError if the pattern is stale."""
         found = text.count(self.old)
         if found != 1:
             raise ValueError(f"{self.name}: its pattern stands {found} times in {self.file}, not once: {self.old!r}")

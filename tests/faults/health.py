@@ -1,4 +1,4 @@
-"""Faults of csrc/health: who is lost, whom errors blame, and what the flight record keeps."""
+"""Faults of csrc/health: which ranks are lost, whom errors blame, and what the flight record keeps."""
 
 from faults.fault import fault
 

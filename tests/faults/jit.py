@@ -1,4 +1,4 @@
-"""Faults of csrc/jit: the cache of kernels, the compilers, and what runs them."""
+"""Faults of csrc/jit: the kernel cache, the compilers, and how they are run."""
 
 from faults.fault import fault
 

@@ -1,4 +1,4 @@
-"""Faults of the device library: what the CPU's loop kernels are made of, and what CUDA's share with the host."""
+"""Faults of the device library: building blocks of the CPU's loop kernels, and code that CUDA's share with the host."""
 
 from faults.fault import fault
 

@@ -15,12 +15,12 @@ SUITE = re.compile(r"^(TEST|TEST_F|TEST_P|TYPED_TEST)\((\w+)", re.MULTILINE)
 
 
 class NoSuchTest(Exception):
-    """A name leads to no test: the list of faults must be mended."""
+    """A name matches no test: the list of faults must be corrected."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    failed: tuple[str, ...] = ()  # names that a run of their own can be asked for
+    failed: tuple[str, ...] = ()  # names that can be run separately
     how: str = ""  # "failed", "crashed", "raced", "hung"; "": all passed
     log: str = field(default="", repr=False)
 
@@ -35,12 +35,12 @@ class Program:
     filter: str = ""
 
     def target(self) -> str:
-        """The program that holds the file's tests: one for each top folder, and one on a driver without a GPU."""
+        """Returns the program with the file's tests: one per top folder, and one on a driver without a GPU."""
         top = self.folder.split("/")[0]
         return "pretended_gpu_tests" if f"{self.folder}/{self.stem}" in PRETENDED else f"{top}_tests"
 
     def suites(self, tree: Path) -> str:
-        """The file's suites as a filter, those of parameters too."""
+        """Returns the file's suites as a filter, including parametrized ones."""
         file = tree / "tests" / "csrc" / self.folder / f"{self.stem}.cpp"
         if not file.is_file():
             raise NoSuchTest(f"there is no {file.relative_to(tree)}")
@@ -48,7 +48,7 @@ class Program:
         return ":".join(pattern for name in names for pattern in (f"{name}.*", f"*/{name}.*"))
 
     def run(self, tree: Tree, limit_s: float, only: str = "", nightly: bool = False) -> Outcome:
-        """`only`: a filter in place of its own, and all of its tests. None of a program is nightly."""
+        """Runs all of the program's tests, or those of the filter `only`. No C++ test is nightly."""
         program = tree.path / "build" / f"cpp-{self.kind}" / "tests" / self.target()
         chosen = only or self.filter or self.suites(tree.path)
         env = {**tree.environment(), "TSAN_OPTIONS": "die_after_fork=0"}
@@ -62,7 +62,7 @@ class Program:
             return Outcome(log=log)
         if failed:
             return Outcome(failed, "failed", log)
-        # A crash, the limit, or what a sanitizer found: the test that had begun last when it came.
+        # A crash, the time limit, or a sanitizer's report: the test that had started last.
         raced = log.find("WARNING: ThreadSanitizer")
         begun = re.findall(r"^\[ RUN      \] ([\w/]+\.[\w/]+)", log[:raced] if raced >= 0 else log, re.MULTILINE)
         how = "hung" if code is None else "raced" if raced >= 0 else "crashed"
@@ -74,7 +74,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Python:
-    """Some tests of pytest."""
+    """Some pytest tests."""
 
     path: str
     expression: str = ""
@@ -88,11 +88,11 @@ class Python:
 
 
 def run_python(tree: Tree, chosen: list[str], limit_s: float, nightly: bool) -> Outcome:
-    """`chosen`: files, tests and options of pytest."""
+    """`chosen` has files, tests and pytest options."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *chosen]
     if nightly:
         command.append("--night")
-    # Git knows nothing of the fault: tests that wait for a change run.
+    # Git does not know of the fault, so tests that depend on changed paths must run.
     code, log = tree.call(command, {**tree.environment(), "ARK_TEST_BASE": "none"}, limit_s)
     if code in (4, 5):
         raise NoSuchTest(f"pytest finds no {chosen}: {log[-500:]}")

@@ -1,4 +1,4 @@
-"""Faults of csrc/ops, of what compresses collectives, and of what finds fused operators."""
+"""Faults of csrc/ops, of compressed collectives, and of the search for fused operators."""
 
 from faults.fault import fault
 
@@ -34,13 +34,43 @@ FAULTS = (
     fault(
         "operators.one_seed",
         COMPRESSION + "exchange.py",
-        "    seed = state.next_seed()\n\n    def run(given: Tensor, residual: Tensor | None) -> Tensor:\n"
-        "        result: Tensor = torch.ops.ark.compressed_all_reduce(\n",
-        "    seed = 0\n\n    def run(given: Tensor, residual: Tensor | None) -> Tensor:\n"
-        "        result: Tensor = torch.ops.ark.compressed_all_reduce(\n",
+        "    seed = state.next_seed()\n",
+        "    seed = 0\n",
         "rounding by chance errs in the same direction in each step",
         "tests/distributed/test_compression_ddp.py",
         "tests/distributed/test_compression_layers.py",
+    ),
+    fault(
+        "operators.plan_of_old_bits",
+        COMPRESSION + "state.py",
+        "            layer.chosen, layer.sums = bits, None\n        self.plans.clear()\n",
+        "            layer.chosen, layer.sums = bits, None\n",
+        "bits that Auto chooses are never used",
+        "tests/distributed/test_compression_plan.py",
+    ),
+    fault(
+        "operators.plan_of_old_checkpoint",
+        COMPRESSION + "state.py",
+        "moved=before != world)\n        self.plans.clear()\n",
+        "moved=before != world)\n",
+        "a loaded checkpoint's bits are never used",
+        "tests/distributed/test_compression_plan.py",
+    ),
+    fault(
+        "operators.plan_of_another_type",
+        COMPRESSION + "plan.py",
+        "        return self.dtype is data.dtype and self.device == data.device\n",
+        "        return True\n",
+        "gradients of another type are exchanged and counted as those of before",
+        "tests/distributed/test_compression_plan.py",
+    ),
+    fault(
+        "operators.nonfinite_of_the_last",
+        OPS + "compressed_cpu.cpp",
+        "  if (bad.numel() != 0) *result.nonfinite = std::min(*result.nonfinite, bad.const_data_ptr<int64_t>()[0]);\n",
+        "  if (bad.numel() != 0) *result.nonfinite = bad.const_data_ptr<int64_t>()[0];\n",
+        "a later layer's NaN hides an earlier one's",
+        "tests/distributed/test_compression_watch.py",
     ),
     fault(
         "operators.drawn_in_is_lost",

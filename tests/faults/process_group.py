@@ -1,4 +1,4 @@
-"""Faults of csrc/process_group and csrc/compiler/region: what PyTorch calls."""
+"""Faults of csrc/process_group and csrc/compiler/region, which PyTorch calls."""
 
 from faults.fault import fault
 

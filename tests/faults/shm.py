@@ -1,4 +1,4 @@
-"""Faults of csrc/shm: messages between ranks, shared segments, and how groups come together."""
+"""Faults of csrc/shm: messages between ranks, shared segments, and the creation of groups."""
 
 from faults.fault import fault
 

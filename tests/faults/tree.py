@@ -1,5 +1,6 @@
-"""A copy of the project under build/mutations, the only place where faults are put: whatever ends the run, the user's
-own files are as they were. The copy is kept, so that the next run builds what changed.
+"""A copy of the project under build/mutations, the only place where faults are inserted.
+
+The user's own files never change, however a run ends. The copy is kept, so that the next run rebuilds only changes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ FLAGS = {
 
 
 class BuildFailed(Exception):
-    """Its text is the end of what the build said."""
+    """Its text is the end of the build's output."""
 
 
 class Tree:
@@ -43,7 +44,7 @@ class Tree:
         self._configured: set[str] = set()
 
     def refresh(self) -> None:
-        """Makes it what the user's tree is; what is alike keeps its time, so that nothing is built in vain."""
+        """Updates the copy from the user's tree. Unchanged files keep their time, so that they are not rebuilt."""
         names = {name for name in _listed(ROOT) if (ROOT / name).is_file()}
         for old in (set(_kept(self.path)) if self.path.exists() else set()) - names:
             (self.path / old).unlink()
@@ -66,11 +67,11 @@ class Tree:
             file.write_text(before, encoding="utf-8")
 
     def environment(self) -> dict[str, str]:
-        """This Python's tools first; no test finds the user's tree or what another fault has left in a cache."""
+        """Puts this Python's tools first. Tests must not see the user's tree, or what another fault left in a cache."""
         env = {name: value for name, value in os.environ.items() if not name.startswith("ARK_")}
         env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
         env["PYTHONPATH"] = str(self.path)
-        env["PYTHONDONTWRITEBYTECODE"] = "1"  # of a file that changes twice within a second
+        env["PYTHONDONTWRITEBYTECODE"] = "1"  # wrong for a file that changes twice within a second
         return env
 
     def build_extension(self) -> None:
@@ -89,10 +90,12 @@ class Tree:
             raise BuildFailed(f"{' '.join(command[:4])} ...: {log[-3000:]}")
 
     def call(self, command: Sequence[str], env: Mapping[str, str], limit_s: float | None) -> tuple[int | None, str]:
-        """Exit status, None for what was ended at its limit, and what it said. Whatever it has started ends with it:
-        the caller is a subreaper (support/processes.py)."""
+        """Returns the exit status (None if it exceeded its limit) and the output.
+
+        All processes that it has started end with it: the caller is a subreaper (support/processes.py).
+        """
         with tempfile.TemporaryDirectory(prefix="ark-mutations-") as folder, (Path(folder) / "log").open("w+") as log:
-            Path(folder).chmod(0o755)  # tests become other users
+            Path(folder).chmod(0o755)  # tests run as other users
             Path(folder, "tmp").mkdir()
             Path(folder, "tmp").chmod(0o1777)
             child = subprocess.Popen(
@@ -115,14 +118,14 @@ class Tree:
 
 
 def _listed(root: Path) -> list[str]:
-    """What git knows and what it would take: no build, no environment."""
+    """Lists files that git knows or would add: no build, no environment."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     return [name for name in done.stdout.split("\0") if name]
 
 
 def _kept(copy: Path) -> Iterator[str]:
-    """The copy's files but for what is built there."""
+    """Yields the copy's files, except for what was built there."""
     for folder, folders, files in os.walk(copy):
         folders[:] = [name for name in folders if name not in ("build", "__pycache__", ".pytest_cache")]
         for file in files:

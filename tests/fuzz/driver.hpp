@@ -1,7 +1,7 @@
-// Runs a libFuzzer entry point for a bounded time where there is no libFuzzer: a seeded loop that mutates valid inputs.
+// Runs a libFuzzer entry point for a bounded time without libFuzzer: a seeded loop that mutates valid inputs.
 //
-//   handle_fuzz [seconds [seed]]      a failure aborts; the same seed and build repeat it
-//   handle_fuzz file...               runs these inputs once each (as libFuzzer does)
+//   handle_fuzz [seconds [seed]]        a failure aborts; the same seed and build reproduce it
+//   handle_fuzz file...                 runs each of these inputs once (like libFuzzer)
 //
 // With clang: -fsanitize=fuzzer -DARK_LIBFUZZER, and this file adds nothing.
 #pragma once
@@ -12,7 +12,7 @@
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
 
-// Valid inputs to start from; each fuzz target defines it.
+// Valid inputs to start from. Each fuzz target defines it.
 std::vector<std::vector<uint8_t>> fuzz_seeds();
 
 #ifndef ARK_LIBFUZZER
@@ -33,7 +33,7 @@ void mutate(std::vector<uint8_t>& bytes, std::mt19937_64& random) {
     case 0:  // a bit
       if (size > 0) bytes[anywhere()] ^= static_cast<uint8_t>(1 << random() % 8);
       break;
-    case 1:  // a byte, often an extreme one
+    case 1:  // a byte, often an extreme value
       if (size > 0) bytes[anywhere()] = static_cast<uint8_t>(random() % 3 == 0 ? random() : (random() % 2 ? 0xff : 0));
       break;
     case 2:  // a 32-bit number
@@ -42,7 +42,7 @@ void mutate(std::vector<uint8_t>& bytes, std::mt19937_64& random) {
       break;
     case 3: bytes.resize(anywhere()); break;
     case 4: bytes.resize(size + random() % 64, static_cast<uint8_t>(random())); break;
-    case 5:  // a piece moves
+    case 5:  // moves a piece
       for (size_t i = 0, from = anywhere(), to = anywhere(), n = random() % 16; i < n; ++i)
         if (from + i < size && to + i < size) bytes[to + i] = bytes[from + i];
       break;

@@ -1,5 +1,5 @@
-// Every decoder of the bootstrap on arbitrary bytes: it throws Error(invalid_argument) or returns a value that encodes
-// to exactly the bytes it came from. Anything else (another exception, a crash, a lossy decode) aborts.
+// Fuzzes every decoder of the bootstrap with arbitrary bytes. It must throw Error(invalid_argument) or return a value
+// that encodes to the same bytes. Anything else (another exception, a crash, a lossy decode) aborts.
 #include <algorithm>
 #include <cstdlib>
 

@@ -1,5 +1,5 @@
-// What a store may hand out as records of RDMA: decoders throw Error(invalid_argument) or return a value that encodes
-// to exactly the bytes it came from, whatever the bytes.
+// Fuzzes the decoders of RDMA records, which come from a store. They must throw Error(invalid_argument) or return a
+// value that encodes to the same bytes.
 #include <algorithm>
 #include <cstdlib>
 

@@ -1,5 +1,5 @@
-// What a stranger may send to the bootstrap's socket: bytes in arbitrary pieces, with any number of descriptors at any
-// of them. The receiver must take at most one message, keep at most one descriptor, and leak none.
+// Fuzzes the bootstrap's socket as a stranger could: bytes in arbitrary pieces, with any number of descriptors at any
+// of them. The receiver must accept at most one message, keep at most one descriptor, and leak none.
 #include <fcntl.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -17,8 +17,8 @@ namespace {
 
 constexpr int kMaxFds = 4;
 
-// The input's first byte of every piece: low 7 bits are its length, the top bit and the next byte say how many copies
-// of a descriptor go with it.
+// Every piece starts with a byte of the input: the low 7 bits are its length. If the top bit is set, the next byte
+// gives the number of descriptor copies that go with it.
 void send_piece(int socket, const uint8_t* data, size_t size, int fds) {
   iovec vector{const_cast<uint8_t*>(data), size};
   msghdr header{};
@@ -38,7 +38,7 @@ void send_piece(int socket, const uint8_t* data, size_t size, int fds) {
   ::sendmsg(socket, &header, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
-// The number that the next descriptor would get: grows with every leak.
+// Returns the number of the next new descriptor, which grows with every leak.
 int lowest_free_descriptor() {
   const int fd = ::fcntl(0, F_DUPFD_CLOEXEC, 3);
   if (fd < 0) std::abort();

@@ -1,14 +1,13 @@
-// Random operations of CudaCommunicator against the shared-memory communicator, bit for bit, without PyTorch.
+// Compares random operations of CudaCommunicator with the shared-memory communicator, bit for bit, without PyTorch.
 //
 // usage: communicator_random RANKS OPERATIONS SEED KERNELS_DIR [RANK FOLDER]
-// One process a rank, rank r on device r; with more ranks than devices they share them, and take turns (slow). Every
-// operation is drawn from (SEED, number) alike on all ranks, every rank's input from (SEED, number, rank): sizes from
-// nothing to megabytes, any alignment, values that are random bits half of the time. Outputs are poisoned, some
-// operations repeated without a pause. With an odd SEED half of the memory is registered, and each rank draws for
-// itself where an operation's buffers lie.
+// One process per rank, rank r on device r. If there are more ranks than devices, they share devices, which is slow.
+// All ranks draw the same operation from (SEED, number), and every rank's input comes from (SEED, number, rank): sizes
+// from zero to megabytes, any alignment, random bits half of the time. Outputs are poisoned, and some operations repeat
+// without a pause. With an odd SEED half of the memory is registered, and each rank chooses the buffers' places itself.
 //
-// With RANK and FOLDER this process is that rank alone and meets the others in the folder (new, empty), with nothing
-// large and six times the patience: so compute-sanitizer runs it, a process each.
+// With RANK and FOLDER this process is only that rank, and meets the others in the folder (new and empty). Sizes are
+// then small and time limits six times as long, for compute-sanitizer with a process per rank.
 #include <sys/prctl.h>
 
 #include <csignal>
@@ -37,7 +36,7 @@ struct Arguments {
   uint64_t seed;
   std::string kernels;
   int patience = 1;
-  int largest = 23;  // class of sizes
+  int largest = 23;  // size class
 };
 
 void fill(std::vector<unsigned char>& bytes, DType dtype, uint64_t seed) {
@@ -84,7 +83,7 @@ class Rank {
     options.device_each = arguments_.ranks <= devices;
     if (!options.device_each) largest_ = std::min(largest_, 17);
     options.timeout = std::chrono::seconds(60) * arguments_.patience;
-    // The paths of large sizes for smaller ones too.
+    // Also uses the algorithms of large sizes for smaller ones.
     CudaDispatch dispatch = CudaDispatch::measured(arguments_.ranks);
     if (const uint64_t kind = arguments_.seed % 3; kind != 0)
       for (const CudaDispatchField& field : kCudaDispatchFields)
@@ -190,7 +189,7 @@ class Rank {
     const Operation on_cpu = operation(kind, dtype, op, root);
     call(*cpu_, on_cpu, kind, transfer, in.data(), expected.data(), count, bytes, sends, receives);
     Operation on_gpu = on_cpu;
-    // Copy engines are given registered memory by all ranks or by none.
+    // For copy engines, either all ranks pass registered memory or none does.
     const uint64_t smallest = arguments_.seed % 3 == 2 ? 4096 : 8 << 20;
     Random own(arguments_.seed * 77 + number_ * 8 + (arguments_.seed % 3 == 1 || bytes < smallest ? rank_ : 0));
     const CUdeviceptr gpu_in = in_ + in_at + own() % 2 * kPool;
@@ -259,7 +258,7 @@ class Rank {
     group.all_to_all(op, from.data(), to.data());
   }
 
-  // Messages to and from every peer at once, each on a stream of its own.
+  // Messages to and from every peer at once, each on its own stream.
   void transfers(Operation op, CUdeviceptr in, CUdeviceptr out, const std::vector<size_t>& sends,
                  const std::vector<size_t>& receives) {
     for (int peer = 0; peer < arguments_.ranks; ++peer) {

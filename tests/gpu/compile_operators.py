@@ -1,8 +1,8 @@
-"""`python compile_operators.py DTYPE PART OF`: each of a part of the operators' cases (tests/compile/accuracy_cases.py)
-as a loop kernel of its own, held against float64 and against eager PyTorch on the same GPU.
+"""`python compile_operators.py DTYPE PART OF`: compiles a part of the operators' cases, each as its own loop kernel.
 
-Prints a line for what is wrong: FAIL (an exception), FAR (an error that is more than 1.5 times eager's, and more than
-what rounding once more may cost), or NOT ARK. The status is how many.
+Results (of tests/compile/accuracy_cases.py) are compared with float64 and with eager PyTorch on the same GPU. Prints a
+line per problem: FAIL (an exception), FAR (an error more than 1.5 times eager's and more than one additional rounding),
+or NOT ARK. The exit status is their number.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from ark_torch.compile import backend, options
 from ark_torch.compile.report import Report
 
-# Make tensors of their own, on the CPU; or have a lowering for CPUs alone.
+# These create tensors on the CPU, or have a lowering only for CPUs.
 ELSEWHERE = ("arange", "iota", "lift_fresh_copy", "convolution")
 
 

@@ -1,10 +1,10 @@
-"""`python compile_real_sizes.py CASE [--device cpu]`: a model at its real size as one loop kernel.
+"""`python compile_real_sizes.py CASE [--device cpu]`: runs a model at its real size as one loop kernel.
 
-What is wrong is an AssertionError; else the last line is a JSON object of figures. With --device cpu everything is
-small and runs there, to see that this script works.
+A problem is an AssertionError. Otherwise the last line is a JSON object of figures. With --device cpu everything is
+small and runs there, to test this script.
 
-Errors are against the model in float64 on the same device, over all results of a run, and are to be 1.5 times
-torch.compile's at most. GPT-2 XL, which Inductor takes long over, and the 1,000 tokens are held against eager instead.
+Errors are against the model in float64 on the same device, over all results of a run, and may be 1.5 times
+torch.compile's. GPT-2 XL, where Inductor is slow, and the 1,000 tokens are compared with eager instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 from ark_torch.compile.report import Report
 
 Figures = dict[str, Any]
-RUNS = 200  # that must give the same bits
+RUNS = 200  # they must give the same bits
 
 
 def one_kernel(report: Report) -> Figures:
@@ -39,7 +39,7 @@ def one_kernel(report: Report) -> Figures:
 
 
 def held(case: real_sizes.Case, by_inductor: bool = True) -> Figures:
-    """One model against float64 and its rival; the bits of many runs."""
+    """Compares a model with float64 and its rival, and the bits of many runs."""
     dtype = next(case.model.parameters()).dtype
     rival = torch.compile(copy.deepcopy(case.model), dynamic=False) if by_inductor else copy.deepcopy(case.model)
     wanted = exactness.exact(case.model, case.run)
@@ -49,7 +49,7 @@ def held(case: real_sizes.Case, by_inductor: bool = True) -> Figures:
     seconds = time.perf_counter() - begin
     ark, other = exactness.error(got, wanted), exactness.error(case.run(rival, dtype), wanted)
     assert ark <= exactness.FACTOR * other, f"error {ark:.3g}, the rival's {other:.3g}"
-    assert other < (1e-4 if dtype == torch.float32 else 0.1)  # else the reference is no reference
+    assert other < (1e-4 if dtype == torch.float32 else 0.1)  # otherwise the reference is wrong
     assert all(torch.equal(a, b) for a, b in zip(case.run(call, dtype), got, strict=True))
     first = listed(call(*case.inputs))
     for _ in range(RUNS):
@@ -66,7 +66,7 @@ def listed(results: Any) -> list[Tensor]:
 
 
 def continued(call: Any, steps: int, device: torch.device, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Tokens and logits of all steps: each token from the one before, or the `given` ones."""
+    """Returns tokens and logits of all steps. Each token comes from the previous step, or from `given`."""
     real_sizes.fill(call, 0)
     ids, pos = torch.ones(1, 1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     tokens, logits = [], []
@@ -78,7 +78,7 @@ def continued(call: Any, steps: int, device: torch.device, given: Tensor | None 
 
 
 def exactly(model: Any, tokens: Tensor, device: torch.device) -> Tensor:
-    """The float64 model's logits along a text."""
+    """Returns the float64 model's logits along a text."""
 
     def run(call: Any, _: torch.dtype) -> list[Tensor]:
         return [continued(call, len(tokens), device, tokens)[1]]
@@ -87,7 +87,7 @@ def exactly(model: Any, tokens: Tensor, device: torch.device) -> Tensor:
 
 
 def text_in_float32(device: torch.device, small: bool) -> Figures:
-    """200 greedy tokens, the same as eager's."""
+    """200 greedy tokens must equal eager's."""
     case = real_sizes.llama(torch.float32, device, small, layers=4)
     eager, _ = continued(copy.deepcopy(case.model), 200, device)
     call, report = compiled(case.model, fallback=False)
@@ -98,8 +98,10 @@ def text_in_float32(device: torch.device, small: bool) -> Figures:
 
 
 def text_of_a_thousand(device: torch.device, small: bool) -> Figures:
-    """1,000 greedy tokens by one kernel, and the errors of its logits at every position; eager's own 200 tokens, the
-    same up to a tie of logits: two that differ by less than four times what eager's are off by there."""
+    """1,000 greedy tokens by one kernel, with logit errors at every position; the first 200 must equal eager's.
+
+    Ties may differ: two logits that differ by less than four times eager's error there.
+    """
     steps, compared = (40, 20) if small else (1000, 200)
     model = real_sizes.llama(torch.bfloat16, device, small).model
     eager = copy.deepcopy(model)

@@ -1,4 +1,4 @@
-"""What tests of compiled regions on a GPU share: compiling with ark alone, and that it was one kernel."""
+"""Shared by tests of compiled regions on a GPU: compiles with ark alone, and checks that the result is one kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEVICE = torch.device("cuda", 0)
 
 
 def compiled(model: Any, **chosen: Any) -> tuple[Any, Report]:
-    """The call, and what is known of it; `chosen`: options of the backend."""
+    """Returns the call and its report. `chosen` are options of the backend."""
     report = Report()
     parsed = options.parse(None, {"choose": "ark", "wait": True, **chosen})
 

@@ -1,8 +1,7 @@
-"""`python compile_tasks.py [--planted] [--on-cpu]`: a small loop kernel for every kind of task, each held to the CPU.
+"""`python compile_tasks.py [--planted] [--on-cpu]`: a small loop kernel for every kind of task, compared with the CPU.
 
-To be run under compute-sanitizer (test_sanitizer.py), so small, and all else stays away from the GPU. Every tensor has
-memory of its own where PyTorch does not keep any (PYTORCH_NO_CUDA_MEMORY_CACHING=1). --planted: a loop kernel is given
-a tensor that says it is larger than its memory.
+It is for compute-sanitizer (test_sanitizer.py), so it is small and uses the GPU for nothing else. Every tensor has its
+own memory (PYTORCH_NO_CUDA_MEMORY_CACHING=1). --planted: a loop kernel gets a tensor that claims more than its memory.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ def compiled(call: Callable[..., Any]) -> tuple[Any, Report]:
 
 
 class Larger:
-    """A tensor's memory, said to hold so much more that other tensors cannot lie in all of the rest."""
+    """A tensor that claims so much more memory that no other tensor can occupy all of it."""
 
     def __init__(self, tensor: Tensor) -> None:
         shape = (1 << 26,)

@@ -1,4 +1,4 @@
-"""These tests run where there is a GPU, all of them, and are not collected elsewhere: none skips itself.
+"""These tests run only where there is a GPU. Elsewhere they are not collected, and none skips itself.
 
 make test-gpu SHARD=2/3 runs every third test, from the second on. Tests of messages and of failures need a second GPU.
 """
@@ -36,7 +36,7 @@ _NEED_TWO = [
         "train_pipelines",
     )
 ]
-# Ranks that share a GPU (ARK_TEST_RANKS): NCCL and PyTorch's symmetric memory refuse them.
+# NCCL and PyTorch's symmetric memory refuse ranks that share a GPU (ARK_TEST_RANKS).
 _NEED_GPUS = [
     f"test_{name}.py"
     for name in (
@@ -91,8 +91,8 @@ def _clean(leaves_nothing: None) -> Iterator[None]:
 
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
-    """Nothing compiled before, float32 products as exact as they can be, and no gradients."""
-    before = torch.backends.cuda.matmul.allow_tf32  # of no plain module: pytest 9.2's monkeypatch cannot put it back
+    """Starts without compiled code, with exact float32 products and without gradients."""
+    before = torch.backends.cuda.matmul.allow_tf32  # pytest 9.2's monkeypatch cannot restore this module's attributes
     torch.backends.cuda.matmul.allow_tf32 = False
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Builds the torch-free programs of tests/gpu, with the compiler of the machine."""
+"""Builds the torch-free programs of tests/gpu with the machine's compiler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROGRAMS = ("communicator_random", "peers")
 
 
 def build(folder: Path) -> Path:
-    """The programs, made in the folder, which is returned."""
+    """Builds the programs in the folder and returns it."""
     includes = [f"-I{path}" for path in (REPO / "csrc", KERNELS, REPO / "tests" / "csrc")]
     sources = [source for source in (REPO / "csrc").rglob("*.cpp") if not source.name.startswith("bindings")]
     with_torch = [REPO / "csrc" / folder for folder in ("process_group", "compiler", "ops")]

@@ -1,7 +1,7 @@
-"""What the rank bodies of tests/gpu share: a GPU for each rank, and the CPU path of the same group as the reference.
+"""Shared by the rank bodies of tests/gpu: a GPU for each rank, and the group's CPU path as the reference.
 
-The law of the project is that a result has the same bits whatever computed it: so every collective on CUDA tensors is
-compared with the same call on CPU copies, which tests/distributed compares with NumPy.
+A result must have the same bits whatever computed it. So every collective on CUDA tensors is compared with the same
+call on CPU copies, which tests/distributed compares with NumPy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from support.rank import Rank
 from support.reference import ALL_DTYPES, assert_same_bits, supported
 
 GPUS = torch.cuda.device_count()
-# Ranks of a test. ARK_TEST_RANKS may ask for more than there are GPUs: they take turns on them, slowly.
+# Ranks of a test. ARK_TEST_RANKS may exceed the number of GPUs: ranks then share them, slowly.
 WORLD = int(os.environ.get("ARK_TEST_RANKS") or (4 if GPUS >= 4 else 2 if GPUS >= 2 else 1))
 SHARED = 0 < GPUS < WORLD
 ENV: dict[str, str | None] = {
@@ -36,7 +36,7 @@ LARGE = (65537, (1 << 20) + 3)
 def run(
     body: Any, *args: Any, world: int = WORLD, timeout: float = 240, own: bool = False, **options: Any
 ) -> list[Any]:
-    """The body on every GPU, within a time limit; on ranks that are there already, unless it asks for its own."""
+    """Runs the body on every GPU within a time limit, on existing ranks unless it asks for its own."""
     if not options and not own:
         return crew_of(world, ENV).run(body, *args, timeout=timeout)
     env = ENV | options.pop("env", {})
@@ -48,7 +48,7 @@ def device_of(rank: Rank) -> torch.device:
 
 
 def start(rank: Rank, **options: Any) -> torch.device:
-    """Takes the rank's GPU and joins the group."""
+    """Sets the rank's GPU and joins the group."""
     device = device_of(rank)
     torch.cuda.set_device(device)
     rank.init(**options)
@@ -56,9 +56,9 @@ def start(rank: Rank, **options: Any) -> torch.device:
 
 
 def go_on_without_the_last(rank: Rank, device: torch.device, count: int = 1000) -> float:
-    """After a failure: the device goes on with this process's other work, and all ranks but the last with a new group.
+    """After a failure, checks that the device still works and that all ranks but the last can form a new group.
 
-    A sum over it of their ranks.
+    Returns a sum of their ranks over the new group.
     """
     assert torch.full((1000,), 2.0, device=device).sum().item() == 2000
     dist.destroy_process_group()
@@ -81,7 +81,7 @@ def cases() -> list[tuple[torch.dtype, str]]:
 
 
 def same(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """Equal to the last bit, wherever the two lie."""
+    """Checks equality to the last bit, on any device."""
     assert_same_bits(flat(got), flat(expected), what)
 
 
@@ -90,12 +90,12 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def busy(milliseconds: float = 20.0) -> None:
-    """Keeps the current stream busy, so that whatever does not wait for it comes too early."""
-    torch.cuda._sleep(int(milliseconds * 1.5e6))  # cycles, at some 1.5 GHz
+    """Keeps the current stream busy, so that anything that does not wait for it comes too early."""
+    torch.cuda._sleep(int(milliseconds * 1.5e6))  # cycles, at about 1.5 GHz
 
 
 def resources() -> dict[str, int]:
-    """What a process can leak: device memory beside PyTorch's own, descriptors, mappings, threads."""
+    """Returns what a process can leak: device memory outside of PyTorch, descriptors, mappings, threads."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()

@@ -1,8 +1,8 @@
-// Whether values arrive in peers' memory (collectives/cuda/peer_test.hpp), on real devices, without PyTorch.
+// Tests whether values arrive in peers' memory (collectives/cuda/peer_test.hpp), on real devices, without PyTorch.
 //
 // usage: peers RANKS LIAR KERNELS_DIR
-// One process a rank, rank r on device r. What rank LIAR maps as the memory of the last other rank is memory of its own
-// (-1: nobody does so): its kernel and its copies go astray, as with peer access that lies. Prints each rank's verdict.
+// One process per rank, rank r on device r. Rank LIAR maps its own memory in place of the last other rank's (-1: none
+// does), so that its kernel and copies miss their target, as with broken peer access. Prints each rank's verdict.
 #include <sys/prctl.h>
 
 #include <csignal>
@@ -34,9 +34,9 @@ std::string verdict(int rank, int ranks, int liar, const std::filesystem::path& 
   PeerTest test;
   test.device = rank, test.layout = &layout, test.memory = &memory, test.copies = true;
   std::string text = "arrive";
-  for (int time = 0; time < 2; ++time)  // the second time it is known
+  for (int time = 0; time < 2; ++time)  // the second time the result is known
     if (!test.passes(*meeting, why)) text = why;
-  meeting->step([] {});  // nobody unmaps what others still write
+  meeting->step([] {});  // no rank unmaps memory that others still write
   return text;
 }
 

@@ -1,10 +1,10 @@
-"""Seeded random operations on ark and on a rival group (NCCL), compared on the device.
+"""Random operations from a seed on ark and on a rival group (NCCL), compared on the device.
 
 Every rank draws the same plan from the seed: kind, dtype, reduce op, size, alignment, group, root, stream, and whether
-the call is synchronous, asynchronous or inside a CUDA graph that is replayed. Reductions are of small integers, whose
-sums are exact in every dtype and order, so that bits must agree whoever adds; what only moves carries random bytes. No
-operation waits for the host: a verdict is a byte on the device, and the bytes of a batch are read together. A failure
-names seed and step: ARK_TEST_SEED=SEED ARK_TEST_OPERATIONS=STEP+1 repeats it.
+the call is synchronous, asynchronous or in a replayed CUDA graph. Reductions are of small integers, whose sums are
+exact in every dtype and order, so that bits must agree. Data movement carries random bytes. No operation waits for the
+host: a verdict is a byte on the device, and the bytes of a batch are read together. A failure names seed and step:
+ARK_TEST_SEED=SEED ARK_TEST_OPERATIONS=STEP+1 repeats it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Runner:
             torch.cuda.synchronize()
 
     def run(self, operations: int) -> int:
-        """So many more operations, all compared; how many this rank has taken part in."""
+        """Runs and compares that many more operations. Returns how many this rank has taken part in."""
         for _ in range(operations):
             self._step(self.plan.draw())
             if len(self._kept) == BATCH:
@@ -65,7 +65,7 @@ class Runner:
         self._kept.clear()
         self._graphs.clear()
         if self.cuda:
-            torch.cuda.synchronize()  # other streams write verdicts next
+            torch.cuda.synchronize()  # other streams write the next verdicts
 
     def _story(self, step: Step, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> str:
         text = f"seed {self.seed}: {step} in {self.groups[step.group].members}, rank {self.me}:"
@@ -99,7 +99,7 @@ class Runner:
         self.done += repeats
 
     def _captured(self, step: Step, call: _Call) -> int:
-        """The call in a graph, replayed: in-place operations get their inputs anew before each replay."""
+        """Captures the call in a graph and replays it. In-place operations get new inputs before each replay."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
@@ -110,7 +110,7 @@ class Runner:
             finally:
                 graph.capture_end()
         current = torch.cuda.current_stream()
-        # Nothing but its stream orders a replay: a group's operations on other streams are before it or after it.
+        # Only its stream orders a replay: operations of the group on other streams come before or after it.
         for stream in (side, *self.streams):
             current.wait_stream(stream)
         repeats = 1 + step.number % 3
@@ -119,7 +119,7 @@ class Runner:
             graph.replay()
         for stream in self.streams:
             stream.wait_stream(current)
-        self._graphs.append(graph)  # until the device is done with it
+        self._graphs.append(graph)  # kept until the device is done with it
         return repeats
 
     def values(self, dtype: torch.dtype, at: int, count: int, reducing: bool) -> torch.Tensor:
@@ -136,12 +136,12 @@ class _Call:
         self._runner, self._step, self._group, self._rival = runner, step, group, rival
         self.size = len(group.members)
         self.mine = group.members.index(runner.me)
-        self.watched: list[torch.Tensor] = []  # compared with the other side's, what lies around them included
+        self.watched: list[torch.Tensor] = []  # compared with the other side's, including the memory around them
         self._sources: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._make()
 
     def _place(self, count: int, filled: bool, at: int = 0) -> torch.Tensor:
-        """A tensor somewhere in a larger poisoned buffer, which is compared as a whole."""
+        """Places a tensor in a larger poisoned buffer, which is compared as a whole."""
         step = self._step
         shift = step.shift + (self._runner.me & 1 if step.shift else 0)
         buffer = torch.full(
@@ -168,7 +168,7 @@ class _Call:
         if kind in ("all_reduce", "reduce", "broadcast"):
             self.first = self._place(count, True)
             if kind == "reduce" and mine != step.root:
-                self.watched.pop()  # of no meaning on other ranks than the root
+                self.watched.pop()  # defined on the root only
         elif kind in ("all_gather", "all_gather_into_tensor", "gather"):
             self.second = self._place(count, True)
             if kind == "all_gather_into_tensor":
@@ -192,7 +192,7 @@ class _Call:
             self.first = self._place(count + 1, False)
 
     def _seen(self, tensors: Any) -> Any:
-        """As the rival can take it: bytes instead of a dtype that it does not know."""
+        """Returns tensors as the rival can take them: as bytes if it does not support the dtype."""
         dtype = self._step.dtype
         if not self._rival or dtype in NCCL_DTYPES or (self._step.kind in REDUCING and dtype.is_complex):
             return tensors
@@ -205,7 +205,7 @@ class _Call:
         handle = group.rival if self._rival else group.ark
         first, second = self._seen(self.first), self._seen(self.second)
         root = group.members[step.root]
-        # Inside a capture a wait is a node; outside, the rival is called synchronously, so that it stays in order.
+        # Inside a capture a wait is a node. Outside, the rival is called synchronously, so that it stays in order.
         options: dict[str, Any] = {"group": handle, "async_op": step.how == "async" and not self._rival}
         if step.kind in REDUCING:
             options["op"] = getattr(dist.ReduceOp, step.op)

@@ -1,7 +1,7 @@
-"""The plan of the random operations: what a seed says that all ranks do, and the groups they do it in.
+"""The plan of the random operations: what all ranks do for a seed, and in which groups.
 
-Nothing in it depends on the rank. Reductions are of dtypes that NCCL has, and of operations whose results on small
-integers are exact, so that bits must agree whoever adds, in whatever order.
+Nothing in it depends on the rank. Reductions use dtypes that NCCL supports, and operations whose results on small
+integers are exact, so that bits must agree in any order of addition.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ KINDS = (
     *("reduce_scatter_tensor", "gather", "scatter", "all_to_all_single", "all_to_all", "send_recv"),
 )
 REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
-# What NCCL has of its own; the rest it moves as bytes, and ark's reductions of it are compared elsewhere.
+# NCCL's own dtypes. It moves all others as bytes, and ark's reductions of those are tested elsewhere.
 NCCL_INTS = (torch.uint8, torch.int8, torch.int32, torch.int64)
 NCCL_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NCCL_DTYPES = (torch.bool, *NCCL_INTS, *NCCL_FLOATS)
-# More floats than others, as in life.
+# Floats are more frequent, as in practice.
 REDUCED = (*NCCL_DTYPES, *NCCL_FLOATS, torch.complex64)
 SIZES = (0, 1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 64, 100, 127, 128, 255, 257, 513, 1000, 1024, 2049, 4097)
 LARGE = (16_385, 65_537, 262_147)
@@ -32,15 +32,15 @@ POOL = 3 << 20
 
 @dataclass(frozen=True)
 class Step:
-    """One operation of the plan: the same on every rank."""
+    """One operation of the plan, the same on every rank."""
 
     number: int
     kind: str
     dtype: torch.dtype
     op: str
     count: int
-    shift: int  # elements before the tensor; +1 on odd ranks, so that they are aligned differently
-    at: int  # where in the pool the values begin
+    shift: int  # elements before the tensor; +1 on odd ranks, for different alignments
+    at: int  # where the values start in the pool
     group: int
     root: int  # in the group
     stream: int
@@ -56,17 +56,17 @@ class Group:
 
 
 def ops_for(dtype: torch.dtype, ranks: int) -> list[str]:
-    """The reduce ops that both have, and whose results have the same bits."""
+    """Returns the reduce ops that both support, with equal bits."""
     if dtype.is_complex:
         return ["SUM"]
     if dtype in NCCL_FLOATS:
-        exact = ranks & (ranks - 1) == 0  # a mean of 3 is rounded, by everyone in another way
+        exact = ranks & (ranks - 1) == 0  # a mean of 3 is rounded, differently by each implementation
         return ["SUM", "SUM", "MIN", "MAX", "PRODUCT", *(["AVG"] if exact else [])]
     return ["SUM", "MIN", "MAX", "PRODUCT"]
 
 
 class Plan:
-    """Draws steps; nothing in it depends on the rank."""
+    """Draws steps. Nothing depends on the rank."""
 
     def __init__(self, seed: int, groups: list[list[int]], streams: int, graphs: bool, kinds: tuple[str, ...]) -> None:
         self._random = random.Random(seed)
@@ -102,7 +102,7 @@ class Plan:
 
 
 def make_groups(rival: str, device: torch.device) -> list[Group]:
-    """The world, a second group over it, and parts of it; on every rank in the same order, each warmed up."""
+    """Creates the world, a second group over it, and parts of it, in the same order on every rank, each warmed up."""
     world = list(range(dist.get_world_size()))
     halves = [world[: (len(world) + 1) // 2], world[(len(world) + 1) // 2 :], world[::-1][: max(1, len(world) - 1)]]
     layouts = [world, world, *(sorted(part) for part in halves if part)]

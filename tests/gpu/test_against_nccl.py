@@ -1,6 +1,6 @@
-"""Random small operations, each on ark and on NCCL in the same processes, with equal bits (random_operations.py).
+"""Random small operations on ark and on NCCL in the same processes must have equal bits (random_operations.py).
 
-ARK_TEST_OPERATIONS=100000 runs at length; ARK_TEST_SEED chooses another plan.
+ARK_TEST_OPERATIONS=100000 makes a long run; ARK_TEST_SEED chooses another plan.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _random(rank: Rank, seed: int, operations: int) -> tuple[int, float]:
     return done, time.monotonic() - begun
 
 
-@pytest.mark.limit(600)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("world", sorted({2, WORLD}))
 def test_random_operations(world: int, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""GPU memory that a group shares: none before its first use, a modest arena, more for large buckets under a limit."""
+"""GPU memory that a group shares: none before its first use, a small arena, more for large buckets under a limit."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import ark_torch
 from ark_torch.distributed.group import complete
 
 ARENA = 64 << 20
-LARGE = 24 << 20  # bytes: from here copy engines carry all_reduces of two ranks
+LARGE = 24 << 20  # bytes: copy engines carry two ranks' all_reduces from here
 
 
 def _shared(rank: Rank, limit_mb: int) -> int:
     torch.cuda.set_device(device_of(rank))
     options = complete(ark_torch.Options())
-    options.buffer_mb = limit_mb if rank.rank == 0 else 512  # rank 0's counts
+    options.buffer_mb = limit_mb if rank.rank == 0 else 512  # rank 0's limit applies
     rank.init(pg_options=options)
     backend = dist.group.WORLD._get_backend(torch.device("cuda"))
     assert backend.cuda_shared_bytes == 0, "a group that moved nothing shares nothing"

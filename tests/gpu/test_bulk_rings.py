@@ -1,6 +1,6 @@
-"""Rings in bulk, by few blocks: the same bits as ever, and a lost peer is told as ever.
+"""Bulk rings with few blocks: unchanged bits, and lost peers are reported as usual.
 
-The dispatch here takes them for every size; the measured table takes them for none yet.
+The dispatch here uses them for every size. The measured table does not use them yet.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def test_sums(blocks: int) -> None:
 
 
 def _places(rank: Rank) -> None:
-    """Unaligned, registered on all ranks or some, and in graphs, replayed between eager calls."""
+    """Unaligned, registered on all or some ranks, and in graphs that are replayed between eager calls."""
     device = _start(rank, 8)
     with torch.cuda.use_mem_pool(pool(device)):
         mine = torch.empty((8 << 20) + 64, dtype=torch.bfloat16, device=device)

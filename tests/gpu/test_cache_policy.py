@@ -1,4 +1,4 @@
-"""Cache policies of compiled regions on a GPU: whatever caches are told, results have the same bits."""
+"""Cache policies of compiled regions on a GPU: cache hints must not change the bits of results."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ import recommender
 
 from ark_torch.compile import costs
 
-pytestmark = [pytest.mark.limit(300)]
+pytestmark = [pytest.mark.timeout(300)]
 
 STATIC = ("none", "all-first", "all-last")
-# What the cost model may be told (CacheCosts of csrc/compiler/schedule/plan.hpp): each constant that turns a choice.
+# Settings of the cost model (CacheCosts in csrc/compiler/schedule/plan.hpp): each constant that changes a choice.
 MEASURED: tuple[dict[str, Any], ...] = (
     {},
     {"kept_bytes": 20 << 20, "reused_last": True, "states_first": True},
@@ -39,7 +39,7 @@ def bits(result: Any) -> list[Tensor]:
 
 
 def check(model: Any, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`run(call)`: what a call of the model gives, from the same state each time; and what a graph's replays give."""
+    """`run(call)` returns a call's results, from the same state each time. Also checks a graph's replays."""
     wanted = None
     with torch.no_grad():
         for cache, measured in [(one, {}) for one in STATIC] + [("auto", one) for one in MEASURED]:
@@ -57,7 +57,7 @@ def check(model: Any, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("batch", [1, 4, 16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_decoding(batch: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights beyond the second-level cache, and caches of keys and values that each step adds to."""
+    """Weights larger than the L2 cache, and key and value caches that each step extends."""
     config = models.Config(1024, 4, 16, 4, 4096, 4000, 256)
     with DEVICE:
         model = models.Llama(config, batch, dtype).eval()
@@ -95,14 +95,14 @@ def test_recommender(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_lookups_and_all_types(
     dtype: torch.dtype, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs, single elements, tails and rows that are not aligned; booleans and integers."""
+    """Runs, single elements, tails and unaligned rows; booleans and integers."""
     torch.manual_seed(0)
     rows, columns = shape
     with DEVICE:
         x, index = torch.randn(rows, columns + 1, dtype=dtype), torch.randint(0, rows, (11,))
 
     def call(x: Tensor, index: Tensor) -> tuple[Tensor, ...]:
-        y = x[:, 1:]  # begins at no multiple of 16 bytes
+        y = x[:, 1:]  # not aligned to 16 bytes
         seen = F.embedding(index, x)
         return (
             F.layer_norm(y, (columns,)) * 2 + y,

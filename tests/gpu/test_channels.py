@@ -1,8 +1,8 @@
-"""Channels between two GPUs: what arrives is what was put, by every engine; a peer that never comes is given up on.
+"""Channels between two GPUs: every engine delivers what was put, and a peer that never comes is given up.
 
-A C++ program does it (benchmarks/dma, which benchmarks/dma.py measures with). Each case draws the depth of the ring,
-the threads at either end and where messages are cut from; the ring goes round many times, and the host compares every
-byte of every message, and that nothing was written beside them. Sums are of whole numbers, which every format holds.
+A C++ program does it (benchmarks/dma, which benchmarks/dma.py measures). Each case draws the depth of the ring, the
+threads at both ends and the source of messages. The ring wraps around many times. The host compares every byte of every
+message and checks that nothing else was written. Sums are of integers, which are exact in every format.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return dma_program.build(tmp_path_factory.mktemp("channels"))
 
 
-@pytest.mark.limit(300)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_contents_and_a_stuck_peer(program: Path, engine: str) -> None:
     command = dma_program.command(program, mode="check", engines=engine, sizes=",".join(map(str, SIZES)), seed="7")

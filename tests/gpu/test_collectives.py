@@ -1,6 +1,6 @@
-"""Every reduction of CUDA tensors with every dtype, operation, odd size and layout: the CPU path's bits.
+"""Every reduction of CUDA tensors with every dtype, operation, odd size and layout gives the CPU path's bits.
 
-Outputs are poisoned, and what lies around a tensor is watched.
+Outputs are poisoned, and the memory around a tensor is checked.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def test_reduce_scatter(world: int) -> None:
 
 
 def _about_steps(rank: Rank) -> None:
-    """Sizes about which the parts of ranks, some bytes longer or shorter than each other, lie otherwise on lanes."""
+    """Sizes at which parts that differ by some bytes are divided differently among lanes."""
     device = start(rank)
     world = rank.world_size
     lanes = 512 if world <= 2 else 256 if world <= 4 else 128

@@ -1,7 +1,7 @@
-"""Random operations of the communicator without PyTorch (communicator_random.cpp), on every number of GPUs there is.
+"""Random operations of the communicator without PyTorch (communicator_random.cpp), on every available number of GPUs.
 
-The seeds choose which sizes take which algorithm (0 and 3 the measured dispatch, the others the large paths for small
-sizes too), and whether memory is registered (odd ones). More ranks than GPUs share them and are slow, so those do less.
+The seed chooses which sizes use which algorithm (0 and 3 the measured dispatch, others the large paths for small sizes
+too), and whether memory is registered (odd seeds). More ranks than GPUs share them and are slow, so those do less.
 """
 
 from __future__ import annotations

@@ -25,13 +25,13 @@ sys.path.append(str(HERE.parent / "compile"))
 import models  # noqa: E402
 import recommender  # noqa: E402
 
-pytestmark = [pytest.mark.limit(300), pytest.mark.usefixtures("fresh_compiler")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("fresh_compiler")]
 PARTS = max(2, len(os.sched_getaffinity(0)) - 2)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_operators_are_exact(dtype: str) -> None:
-    """In processes of their own, several at once: each operator is a kernel, and compiling takes the time."""
+    """In separate processes, several at once: each operator is a kernel, and compiling takes most of the time."""
 
     def part(index: int) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(HERE / "compile_operators.py"), dtype, str(index), str(PARTS)]
@@ -58,7 +58,7 @@ def test_decode_at_every_position(dtype: torch.dtype, close: float) -> None:
 
 @pytest.mark.parametrize("dtype, close", [(torch.bfloat16, 6e-2), (torch.float16, 2e-2)])
 def test_decode_over_blocks_of_positions(dtype: torch.dtype, close: float) -> None:
-    """Tasks that look at positions add the new one themselves: in the block that has it, and nowhere else."""
+    """Attention's tasks add the new position themselves, only in the block that contains it."""
     config = models.Config(dim=512, heads=8, kv_heads=2, ffn=512, max_len=600)
     model = models.Llama(config, 1, dtype).eval().to(DEVICE)
     for cache in model.caches():
@@ -80,10 +80,10 @@ def test_decode_over_blocks_of_positions(dtype: torch.dtype, close: float) -> No
     "dtype, shared, close", [(torch.float32, 1, 2e-5), (torch.bfloat16, 4, 2e-2), (torch.float16, 2, 3e-3)]
 )
 def test_few_rows_over_many_positions(dtype: torch.dtype, shared: int, close: float) -> None:
-    """Positions are cut into blocks, of which nothing counts behind the last one.
+    """Positions are cut into blocks. Data beyond the last one must not matter.
 
-    Of float32 PyTorch masks by -inf, and what lies there may be NaN. What it takes for 16 bits (cuDNN's) masks by a
-    finite number: NaN would be NaN in eager as well.
+    For float32, PyTorch masks by -inf, and the excluded data may be NaN. Its 16-bit kernel (cuDNN's) masks by a finite
+    number: NaN would be NaN in eager as well.
     """
     for heads, queries, positions, columns in ((8, 1, 1088, 64), (4, 2, 704, 128)):
         q = torch.randn(1, heads, queries, columns, device=DEVICE, dtype=dtype)
@@ -138,7 +138,7 @@ def test_encoder_and_decoder() -> None:
 
 @pytest.mark.parametrize("columns", [1000, 1024])
 def test_rows_of_a_large_tensor(columns: int) -> None:
-    """Several rows a tile, and many elements a thread."""
+    """Several rows per tile, and many elements per thread."""
 
     def norm(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return torch.nn.functional.layer_norm(x + y, x.shape[1:]), (x * y).amax(-1)
@@ -171,7 +171,7 @@ def test_recommender_and_experts() -> None:
 
 
 def test_numbers_of_the_program() -> None:
-    """Python's numbers become tensors on the CPU on the way; what is returned lies where eager's does."""
+    """Python numbers become CPU tensors in between. Results must be on eager's device."""
 
     def program(x: Tensor) -> tuple[Tensor, ...]:
         x, number = x * 2, torch.tensor(2.5)
@@ -185,7 +185,7 @@ def test_numbers_of_the_program() -> None:
 
 
 def test_the_faster_one_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default, as on CPUs: what a region writes is not written while both are timed, and the choice is kept."""
+    """The default, as on CPUs: the contest does not modify what a region writes, and the choice is kept."""
     monkeypatch.setenv("ARK_CACHE", str(tmp_path))
     monkeypatch.setattr(inductor_config, "compile_threads", 1)  # no processes that outlive the test
     table = torch.randn(4000, 64, device=DEVICE)
@@ -213,7 +213,7 @@ def test_the_faster_one_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_replays_of_graphs_are_contestants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a CUDA graph captures is chosen by replays, and gives what eager PyTorch gives."""
+    """Replays choose what a CUDA graph captures. Results must equal eager PyTorch's."""
     monkeypatch.setenv("ARK_CACHE", str(tmp_path))
     monkeypatch.setattr(inductor_config, "compile_threads", 1)  # no processes that outlive the test
 
@@ -221,7 +221,7 @@ def test_replays_of_graphs_are_contestants(tmp_path: Path, monkeypatch: pytest.M
         return torch.tanh(x * 2).softmax(-1) + torch.sin(x)
 
     x = torch.randn(64, 256, device=DEVICE)
-    for _ in range(2):  # measured, and then remembered
+    for _ in range(2):  # measured, then remembered
         torch._dynamo.reset()
         call, report = compiled(step, choose="measure")
         call(x)
@@ -238,7 +238,7 @@ def test_replays_of_graphs_are_contestants(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_inductor_serves_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """By default: calls and captures are right before, during and after the contest."""
+    """The default: calls and captures are correct before, during and after the contest."""
     monkeypatch.setenv("ARK_CACHE", str(tmp_path))
     monkeypatch.setattr(inductor_config, "compile_threads", 1)
     state = torch.zeros(1, device=DEVICE)
@@ -258,7 +258,7 @@ def test_inductor_serves_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         if number % 50 == 1 or captured is None:
             torch.testing.assert_close(got, torch.tanh(x * number).softmax(-1) + torch.sin(x))
             assert state.item() == number
-        if number == 5:  # nothing is decided, and the graph keeps Inductor's kernels
+        if number == 5:  # nothing is decided yet, so the graph keeps Inductor's kernels
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 captured = call(x)
@@ -275,7 +275,7 @@ def test_inductor_serves_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_weights_at_odd_addresses() -> None:
-    """The same region with weights that 16-byte loads can take, and with others."""
+    """The same region with weights that allow 16-byte loads, and with others."""
     linear = torch.nn.Linear(1024, 320, dtype=torch.bfloat16, device=DEVICE).requires_grad_(False)
     spare = torch.zeros(320 * 1024 + 1, dtype=torch.bfloat16, device=DEVICE)
     call, report = compiled(lambda x, weight, bias: torch.nn.functional.linear(x, weight, bias).relu())

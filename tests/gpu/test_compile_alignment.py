@@ -1,4 +1,4 @@
-"""Regions whose operands begin at multiples of 16 bytes in one call and elsewhere in the next: one kernel for both."""
+"""Regions whose operands are aligned to 16 bytes in one call but not in the next: one kernel serves both."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from ark_torch.compile import backend, options
 from ark_torch.compile.report import Report
 
-pytestmark = pytest.mark.limit(120)
+pytestmark = pytest.mark.timeout(120)
 
 
 def few_rows(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, ...]:
@@ -37,7 +37,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
 
 
-# What is computed, of operands of which shapes.
+# A computation, and the shapes of its operands.
 CASES: list[tuple[Callable[..., object], list[tuple[int, ...]]]] = [
     (few_rows, [(1, 512), (640, 512), (128, 512), (128, 512)]),
     (few_rows, [(8, 512), (640, 512), (128, 512), (128, 512)]),
@@ -58,7 +58,7 @@ CASES: list[tuple[Callable[..., object], list[tuple[int, ...]]]] = [
 
 @pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-5), (torch.bfloat16, 1.2e-2)])
 def test_operands_anywhere(dtype: torch.dtype, close: float) -> None:
-    """All aligned, then each in turn an element behind that: the same region, the same bits each time, near float64."""
+    """All aligned, then each in turn offset by one element: the same region, equal bits each time, close to float64."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     report = Report()

@@ -1,4 +1,4 @@
-"""Attention of many query rows in loop kernels on a GPU against float64."""
+"""Compares attention with many query rows in loop kernels on a GPU with float64."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-pytestmark = pytest.mark.limit(120)
+pytestmark = pytest.mark.timeout(120)
 
-# Sequences, query and key heads, queries, positions, numbers of a head; the mask. Groups of warps take those with heads
-# of 64, at most 512 positions and one mask for all rows.
+# Batch, query and key heads, queries, positions, head size; the mask. Warp groups handle head size 64, up to 512
+# positions, and one mask for all rows.
 CASES = [
     (1, 16, 16, 384, 384, 64, "floats"),
     (2, 3, 3, 100, 100, 64, "floats"),
@@ -47,7 +47,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 @pytest.mark.parametrize("dtype, close", [(torch.float16, 1e-3), (torch.bfloat16, 8e-3)])
 def test_attention_of_many_rows(dtype: torch.dtype, close: float) -> None:
-    """Near to float64; the same bits each time."""
+    """Close to float64, with the same bits each time."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     given = [operands(case, dtype) for case in CASES]

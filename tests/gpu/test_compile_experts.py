@@ -1,4 +1,4 @@
-"""Mixtures of experts over two GPUs, found in plain code and run by backend="ark": the numbers of eager PyTorch."""
+"""Mixtures of experts over two GPUs, found in plain code by backend="ark", with eager PyTorch's numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from on_gpu import run, start
 from support import expert_forms
 from support.rank import Rank
 
-pytestmark = pytest.mark.limit(300)
+pytestmark = pytest.mark.timeout(300)
 
 
 def _form(rank: Rank, name: str) -> str:

@@ -1,4 +1,4 @@
-"""torch.compile(backend="ark") of products next to collectives on GPUs: operators are found, with eager results."""
+"""torch.compile(backend="ark") of products next to collectives on GPUs finds the operators, with eager's results."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from support.rank import Rank
 from torch import Tensor
 from torch.nn.functional import embedding_bag, gelu, linear
 
-pytestmark = [pytest.mark.limit(300)]
+pytestmark = [pytest.mark.timeout(300)]
 
 
 def _layer(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """A block of sequence parallelism, and a sum of all ranks behind it."""
+    """A block of sequence parallelism, followed by a sum over all ranks."""
     rows = funcol.all_gather_tensor(x, 0, "0")
     part = funcol.reduce_scatter_tensor(linear(gelu(linear(rows, up)), down), "sum", 0, "0")
     return funcol.all_reduce(linear(part + x, up), "sum", "0").relu()
@@ -78,7 +78,7 @@ def test_training() -> None:
 
 
 def _embeddings(rank: Rank) -> None:
-    """DLRM's form: bags of each table, stacked, to the ranks of their samples."""
+    """DLRM's form: bags of each table, stacked, sent to the ranks of their samples."""
     from ark_torch.compile import backend, options
     from ark_torch.compile.report import Report
 

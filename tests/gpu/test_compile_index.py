@@ -1,4 +1,4 @@
-"""An index that a loop kernel finds out of range: no wrong number, and the next call says which it was."""
+"""A loop kernel that finds an index out of range returns no wrong number, and the next call names the index."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.limit(300)
+pytestmark = pytest.mark.timeout(300)
 MODELS = Path(__file__).resolve().parent.parent / "compile"
 
 SEES = """
@@ -35,7 +35,7 @@ call = torch.compile(lambda t, i: embedding(i, t).relu() + 1, backend="ark", opt
 good, bad = (table, index.clamp(max=9)), (table, index)
 with torch.no_grad():
 """
-# Of a decoding step, whose attention adds the position itself.
+# A decoding step whose attention adds the position itself.
 POSITION = """
 import torch, sys
 import models
@@ -56,7 +56,7 @@ with torch.no_grad():
     ],
 )
 def test_an_index_out_of_range_is_no_wrong_number(script: str, told: str) -> None:
-    """As in eager the context is lost; unlike there the next call says which index it was."""
+    """The context is lost, as in eager, but the next call names the index."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(MODELS)])}
     done = subprocess.run(
         [sys.executable, "-c", script + SEES], capture_output=True, text=True, timeout=120, env=environment

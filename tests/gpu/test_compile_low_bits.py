@@ -1,5 +1,7 @@
-"""Products of coded weights in loop kernels on a GPU, against float64: every form, few rows to sixteen, odd sizes; and
-a Llama with coded weights as one kernel."""
+"""Products of quantised weights in loop kernels on a GPU, compared with float64, and a quantised Llama as one kernel.
+
+Every form, one to sixteen rows, and odd sizes.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,14 @@ sys.path += [
     str(Path(__file__).resolve().parents[2] / "examples"),
 ]
 
-import models  # lies in tests/compile
+import models  # in tests/compile
 from coded import FORMS, coded
-from llama.quantized import FORMS as MODULES  # lies in examples/
+from llama.quantized import FORMS as MODULES  # in examples/
 from llama.quantized import quantize
 
-pytestmark = pytest.mark.limit(200)
+pytestmark = pytest.mark.timeout(200)
 
-# Columns and depth: several batches of columns, several passes, a last slice that is a part, and none that fits.
+# Columns and depth: several batches of columns, several passes, a partial last slice, and no whole slice.
 SIZES = [(37, 256), (1000, 4096), (264, 768)]
 ROWS = [1, 2, 7, 8, 9, 16]
 
@@ -32,7 +34,7 @@ ROWS = [1, 2, 7, 8, 9, 16]
 @pytest.mark.parametrize("dtype, close", [(torch.bfloat16, 4.1e-3), (torch.float16, 5.2e-4), (torch.float32, 2e-6)])
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form(form: str, dtype: torch.dtype, close: float) -> None:
-    """Sums in float32 of exact numbers, rounded once; the same bits each time."""
+    """Sums in float32 of exact numbers, rounded once, with the same bits each time."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     products = [coded(form, *size)[0].to(DEVICE) for size in SIZES]
@@ -58,7 +60,7 @@ def test_every_form(form: str, dtype: torch.dtype, close: float) -> None:
 @pytest.mark.parametrize("depth", [96, 160, 272])
 @pytest.mark.parametrize("form", ["int8, scaled", "float8, scaled", "int4, channels"])
 def test_odd_depths(form: str, depth: int) -> None:
-    """What is no multiple of a slice, or of 16 bytes of codes."""
+    """Depths that are no multiple of a slice, or of 16 bytes of codes."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     product = coded(form, 65, depth)[0].to(DEVICE)
@@ -71,7 +73,7 @@ def test_odd_depths(form: str, depth: int) -> None:
 
 
 def test_every_code_of_float8() -> None:
-    """Subnormal numbers are decoded exactly, and what is not a number stays none."""
+    """Subnormal numbers are decoded exactly, and NaN stays NaN."""
     torch._dynamo.reset()
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn)
     weight = torch.zeros(256, 64, device=DEVICE).to(torch.float8_e4m3fn)

@@ -1,4 +1,4 @@
-"""Products in loop kernels on a GPU against float64: many rows in half types, and few that several products share."""
+"""Products in loop kernels on a GPU, compared with float64: many rows in half types, few rows shared by products."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 from ark_torch.compile import backend, options
 from ark_torch.compile.report import Report
 
-pytestmark = pytest.mark.limit(120)
+pytestmark = pytest.mark.timeout(120)
 
-# How a and b lie; rows, columns, depth.
+# The layout of a and b; rows, columns, depth.
 CASES = [
     ("linear", 384, 1024, 1024),
     ("linear", 384, 3072, 1024),
@@ -53,7 +53,7 @@ def operands(layout: str, m: int, n: int, k: int, dtype: torch.dtype) -> tuple[T
 
 @pytest.mark.parametrize("dtype, close", [(torch.float16, 5.2e-4), (torch.bfloat16, 4.1e-3)])
 def test_products_of_many_rows(dtype: torch.dtype, close: float) -> None:
-    """Rounded once, from sums in float32; the same bits each time."""
+    """Rounded once from sums in float32, with the same bits each time."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     given = [operands(*case, dtype) for case in CASES]
@@ -74,7 +74,7 @@ def test_products_of_many_rows(dtype: torch.dtype, close: float) -> None:
 
 @pytest.mark.parametrize("dtype, close", [(torch.float16, 2e-3), (torch.bfloat16, 8e-3)])
 def test_the_tails_of_gelu(dtype: torch.dtype, close: float) -> None:
-    """What a product finishes keeps its significant bits where GELU is near 0, to -5 (-1.4e-6)."""
+    """A product's activation keeps its significant digits where GELU is close to 0, down to -5 (-1.4e-6)."""
     x = torch.linspace(-5, 5, 128 * 64, device="cuda").to(dtype).view(128, 64)
     eye = torch.eye(64, dtype=dtype, device="cuda")
     got, stages = with_stages(lambda x, eye: F.gelu(x @ eye), x, eye)
@@ -84,7 +84,7 @@ def test_the_tails_of_gelu(dtype: torch.dtype, close: float) -> None:
     assert float(((got.double() - want).abs() / (want.abs() + smallest)).max()) < close
 
 
-# How b lies; rows, columns, depth; whether there is a bias. Of each the depth is cut, and a norm adds the parts up.
+# The layout of b; rows, columns, depth; whether there is a bias. The depth is split, and a norm adds the parts.
 DEEP = [
     ("linear", 384, 1024, 4096, True),
     ("linear", 61, 264, 8200, True),
@@ -94,7 +94,7 @@ DEEP = [
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_products_in_parts_of_their_depth(dtype: torch.dtype) -> None:
-    """As near to float64 as eager, which rounds the product too; the same bits each time."""
+    """As close to float64 as eager, which rounds the product too, with the same bits each time."""
     torch.manual_seed(0)
     given = [(*operands(*case[:4], dtype), torch.randn(*case[1:3], dtype=dtype, device="cuda")) for case in DEEP]
 
@@ -115,7 +115,7 @@ def test_products_in_parts_of_their_depth(dtype: torch.dtype) -> None:
         assert float((one - want).norm()) < 1.05 * float((near - want).norm()), case
 
 
-# Rows, depth, widths; which have a bias.
+# Rows, depth, widths; which ones have a bias.
 SHARED = [
     (1, 2048, (2048, 512, 512), ()),
     (1, 1024, (1000, 1000), (0, 1)),
@@ -131,7 +131,7 @@ SHARED = [
 
 
 def with_stages(call: Any, *arguments: Any) -> tuple[Any, list[str]]:
-    """Results, and the names of the plan's stages."""
+    """Returns results, and the names of the plan's stages."""
     report = Report()
 
     def run(graph_module: Any, example_inputs: Any) -> Any:
@@ -146,7 +146,7 @@ def with_stages(call: Any, *arguments: Any) -> tuple[Any, list[str]]:
 
 @pytest.mark.parametrize("dtype, close", [(torch.float32, 3e-6), (torch.bfloat16, 4.1e-3)])
 def test_products_of_few_rows_share_them(dtype: torch.dtype, close: float) -> None:
-    """The bits of products by themselves, and of what follows them by itself."""
+    """The bits are those of separate products and of a separate operator after them."""
     torch.manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
@@ -185,8 +185,10 @@ def test_products_of_few_rows_share_them(dtype: torch.dtype, close: float) -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shared", [True, False])
 def test_infinite_weights_stay_in_their_columns(dtype: torch.dtype, shared: bool) -> None:
-    """Columns beside them have the bits that they have without; where lanes load less than they hold, what is behind
-    the depth, and columns that a warp does not take, add nothing."""
+    """Neighbouring columns keep their bits.
+
+    Where lanes load less than they hold, data beyond the depth, and columns that a warp skips, add nothing.
+    """
     torch.manual_seed(0)
     rows = [torch.randn(m, k, dtype=dtype, device="cuda") for m, k, _, _ in SHARED]
     finite = [[torch.randn(n, k, dtype=dtype, device="cuda") for n in widths] for _, k, widths, _ in SHARED]

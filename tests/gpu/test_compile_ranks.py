@@ -1,4 +1,4 @@
-"""Collectives inside loop kernels on GPUs: the bits of eager ones, parallel models, graphs, streams, lost ranks."""
+"""Collectives inside loop kernels on GPUs: bits of eager ones, parallel models, graphs, streams, lost ranks."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
-from llama.model import Llama, LlamaConfig, shard  # lies in examples/
+from llama.model import Llama, LlamaConfig, shard  # in examples/
 
-pytestmark = pytest.mark.limit(300)
+pytestmark = pytest.mark.timeout(300)
 LOST_BOUND_S = 5.0
 
 
 def compiled(call: Any) -> tuple[Callable[..., Any], Any]:
-    """One region on the GPU, or an error."""
+    """Compiles to one region on the GPU, or raises."""
     from ark_torch.compile import backend, options
     from ark_torch.compile.report import Report
 
@@ -51,7 +51,7 @@ def on_one_kernel(report: Any) -> None:
 
 
 def every(x: Tensor, dtype: torch.dtype, group: Any) -> list[Tensor]:
-    """Each collective, between operators that do not round."""
+    """Runs each collective between operators that do not round."""
     world = group.size()
     x = (x * 2).to(dtype)
     total = funcol.all_reduce(x, "sum", group)
@@ -87,7 +87,7 @@ def test_the_bits_of_eager_collectives(dtype: torch.dtype) -> None:
 
 
 def _pushed(rank: Rank, dtype: torch.dtype) -> None:
-    """Parts that products push to all ranks, added by a pass over the elements and ahead of the next product."""
+    """Products push parts to all ranks. A pass over the elements and the next product's head add them."""
     device = start(rank, timeout=40)
     group = dist.group.WORLD
     assert group is not None
@@ -154,7 +154,7 @@ def test_tensor_parallel_llama(dtype: torch.dtype, close: float) -> None:
 
 
 def _for_long(rank: Rank, steps: int) -> float:
-    """Greedy decoding over and over, a launch a step; at the end what the last positions give in eager mode."""
+    """Greedy decoding many times, one launch per step. The final positions are compared with eager mode."""
     device = start(rank, timeout=40)
     whole, group = small_llama(torch.float32, device), dist.group.WORLD
     assert group is not None and steps % CONFIG.max_len == 0
@@ -192,14 +192,14 @@ def test_ten_thousand_steps(world: int) -> None:
 
 
 def _step(x: Tensor, base: Tensor, group: Any) -> Tensor:
-    """Another result every step, on every rank; products are exact."""
+    """Gives another result at every step on every rank. Products are exact."""
     total = funcol.all_reduce(x, "sum", group)
     total = funcol.all_reduce(total + 1, "max", group)
     return total * 0.125 + x * 0.25 + base
 
 
 def _many(rank: Rank, steps: int) -> None:
-    """Beside eager collectives, on two streams and in a graph: all in the order of issue."""
+    """Beside eager collectives, on two streams and in a graph, all in issue order."""
     device = start(rank, timeout=40)
     group = dist.group.WORLD
     call, report = compiled(_step)
@@ -256,7 +256,7 @@ def test_a_thousand_steps() -> None:
 
 
 def _other(rank: Rank) -> list[str]:
-    """Ranks that compiled other sizes are told so; with the same ones they go on."""
+    """Ranks that compiled different sizes get an error. With the same sizes they continue."""
     device = start(rank, timeout=40)
     group = dist.group.WORLD
     with pytest.raises(dist.DistBackendError) as raised:
@@ -274,7 +274,7 @@ def test_ranks_that_compiled_something_else() -> None:
 
 
 def _for_ever(rank: Rank, how: str) -> float:
-    """Loop kernels with collectives until a rank is lost; then with those that are left."""
+    """Runs loop kernels with collectives until a rank is lost, then continues with the rest."""
     device = start(rank, timeout=120)
     group = dist.group.WORLD
     assert group is not None
@@ -290,7 +290,7 @@ def _for_ever(rank: Rank, how: str) -> float:
     for _ in range(3):
         x = call(x, base, group)
     torch.cuda.synchronize()
-    if how == "stopped":  # which the others can tell from slow by a limit alone
+    if how == "stopped":  # only a time limit can tell stopped from slow
         group.set_timeout(timedelta(seconds=TIMEOUT_S))
         dist.barrier()
     rank.report("running")
@@ -310,7 +310,7 @@ def _for_ever(rank: Rank, how: str) -> float:
 
 @pytest.mark.parametrize("how", ["killed", "stopped", "killed, pushing"])
 def test_a_lost_rank_is_named(how: str) -> None:
-    """With the task that waited for it, within seconds; the context goes on, with loop kernels in a new group."""
+    """The error names the waiting task, within seconds. The context still works, with loop kernels in a new group."""
     victim = WORLD - 1
     with Job(_for_ever, WORLD, how, env=ENV) as job:
         job.wait_all("running", 120)
@@ -330,10 +330,10 @@ def test_a_lost_rank_is_named(how: str) -> None:
 
 
 def _paused(rank: Rank) -> None:
-    """A rank that was stopped for longer than the group's limit, and goes on: none hangs, and all meet again."""
+    """A rank is stopped for longer than the group's limit, then continues: none hangs, and all can meet again."""
     device = start(rank, timeout=120)
     call, _ = compiled(_step)
-    name = "0"  # of the first group and of the one that follows: the region is the same
+    name = "0"  # of the first group and of its successor: the region is the same
     base = torch.ones(1000, device=device)
     x = call(base + rank.rank, base, name)
     group = dist.group.WORLD

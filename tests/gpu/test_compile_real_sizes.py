@@ -1,6 +1,6 @@
-"""Models at real sizes on a GPU (compile_real_sizes.py): errors against float64, the same bits, text as eager's.
+"""Models at real sizes on a GPU (compile_real_sizes.py): errors against float64, equal bits, eager's text.
 
-Each in a process of its own, a few at a time: compiling them takes longer than running them.
+Each runs in a separate process, a few at a time, because compiling takes longer than running.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from compile_real_sizes import CASES
 from support import tables
 
 SCRIPT = Path(__file__).resolve().parent / "compile_real_sizes.py"
-AT_ONCE = max(1, min(5, (os.cpu_count() or 1) // 3))  # each takes some 20 GB of the GPU's memory at its worst
+AT_ONCE = max(1, min(5, (os.cpu_count() or 1) // 3))  # each takes up to about 20 GB of GPU memory
 LIMIT_S = 170.0
 
 Done = subprocess.CompletedProcess[str]
 
 
-@pytest.mark.limit(3 * LIMIT_S)
+@pytest.mark.timeout(3 * LIMIT_S)
 def test_right(tmp_path: Path) -> None:
     def run(name: str) -> Done:
         environment = {**os.environ, "ARK_COSTS": "assumed", "ARK_CACHE": str(tmp_path), "OMP_NUM_THREADS": "2"}

@@ -1,4 +1,4 @@
-"""ark_torch.resident on a GPU: many steps from one launch give the bits of as many launches; stops, Ctrl-C, streams."""
+"""ark_torch.resident on a GPU: many steps from one launch give the bits of single launches; stops, Ctrl-C, streams."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "compile"))
 
 import models
 
-pytestmark = pytest.mark.limit(200)
+pytestmark = pytest.mark.timeout(200)
 DEVICE = torch.device("cuda", 0)
 ALONE = {"choose": "ark", "fallback": False}
 
@@ -29,7 +29,7 @@ def number(value: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_bits_of_single_launches(dtype: torch.dtype) -> None:
-    """Sampling inside, by noise that is given; again on another stream, and shorter."""
+    """Sampling inside, with given noise; then again on another stream, and for fewer steps."""
     torch.manual_seed(0)
     config = models.Config(dim=256, heads=8, kv_heads=2, ffn=512, max_len=128)
     model = models.Llama(config, 1, dtype).eval().requires_grad_(False).to(DEVICE)
@@ -57,7 +57,7 @@ def test_the_bits_of_single_launches(dtype: torch.dtype) -> None:
 
 
 def test_the_graph_says_stop() -> None:
-    """After the same step for all workers, whichever step that is."""
+    """All workers stop after the same step."""
 
     def step(x: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
         return torch.softmax(x @ x.T, -1) @ x + 0.1, count + 1

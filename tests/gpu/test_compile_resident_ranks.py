@@ -1,4 +1,4 @@
-"""Many steps a launch with collectives inside, on GPUs: the tokens of single launches, lost and interrupted ranks."""
+"""Many steps per launch with collectives, on GPUs: the tokens of single launches, lost and interrupted ranks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from torch import Tensor
 
 from ark_torch import resident
 
-pytestmark = pytest.mark.limit(300)
+pytestmark = pytest.mark.timeout(300)
 ALONE = {"choose": "ark", "fallback": False}
 LONG = 1 << 30  # steps: for hours
 
 
 def _resident(rank: Rank, steps: int) -> None:
-    """Many steps of a launch give the tokens of as many launches, on all ranks; eager collectives between."""
+    """Many steps per launch give the tokens of single launches on all ranks, with eager collectives in between."""
     device = start(rank, timeout=40)
     group = dist.group.WORLD
     assert group is not None
@@ -71,7 +71,7 @@ def _for_ever(rank: Rank) -> None:
 
 @pytest.mark.parametrize("how", ["killed", "interrupted"])
 def test_a_rank_that_leaves_is_named(how: str) -> None:
-    """Ctrl-C on one rank: KeyboardInterrupt there, an error that names it on the others."""
+    """Ctrl-C on one rank: KeyboardInterrupt there, and an error that names it on the others."""
     victim = WORLD - 1
     with Job(_for_ever, WORLD, env=ENV, destroy=False) as job:
         job.wait_all("running", 120)
@@ -85,7 +85,7 @@ def test_a_rank_that_leaves_is_named(how: str) -> None:
         for survivor in range(victim):
             text = job.wait_event(survivor, "raised", timeout=60)
             assert time.monotonic() - since < LOST_BOUND_S
-            ended, _, left = text.partition("; ark::")  # what ended the group and the remedy; where the steps were left
+            ended, _, left = text.partition("; ark::")  # the cause and the remedy; where the steps stopped
             assert f"rank {victim}" in ended and "Destroy the process group" in ended, text
             assert "worker" in left and "all_reduce" in left, text
         outcomes = job.wait_outcomes(list(range(victim)), timeout=30)

@@ -1,4 +1,4 @@
-"""Compiled regions on a GPU beside other work: streams that overlap, CUDA graphs and how long what they use lives."""
+"""Compiled regions on a GPU beside other work: overlapping streams, CUDA graphs, and the lifetime of their memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from compile_support import DEVICE, compiled
 from torch import Tensor
 
-pytestmark = [pytest.mark.limit(120), pytest.mark.usefixtures("fresh_compiler")]
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("fresh_compiler")]
 
 
 def mlp() -> tuple[Callable[[Tensor], Tensor], Tensor]:
@@ -25,7 +25,7 @@ def mlp() -> tuple[Callable[[Tensor], Tensor], Tensor]:
 
 
 def test_a_captured_region_is_replayed() -> None:
-    """In two graphs, alternately, with calls between: each counts its own steps."""
+    """In two graphs, alternately, with calls in between: each counts its own steps."""
     eager, x = mlp()
     call, _ = compiled(eager)
     call(x)
@@ -46,7 +46,7 @@ def test_a_captured_region_is_replayed() -> None:
 
 
 def test_a_graph_outlives_what_it_captured() -> None:
-    """The region is gone, and what it kept was given to others: the graph has what it needs."""
+    """The region is destroyed and its memory reused, but the graph keeps what it needs."""
     eager, x = mlp()
     call, report = compiled(eager)
     call(x)
@@ -69,7 +69,7 @@ def test_a_graph_outlives_what_it_captured() -> None:
 
 
 def test_graphs_that_are_gone_hold_no_memory() -> None:
-    """Captured again and again: each graph's memory, some megabytes, comes back with its end."""
+    """Repeated captures: each graph's memory, some megabytes, is freed with the graph."""
     eager, x = mlp()
     call, _ = compiled(eager)
     call(x)
@@ -87,7 +87,7 @@ def test_graphs_that_are_gone_hold_no_memory() -> None:
 
 
 def test_streams_at_once() -> None:
-    """Launches that overlap have memory of their own; other work of the GPU goes on beside them."""
+    """Overlapping launches have separate memory, and other GPU work continues beside them."""
     eager, x = mlp()
     other = torch.randn(2048, 2048, device=DEVICE)
     call, _ = compiled(eager)
@@ -109,8 +109,10 @@ def test_streams_at_once() -> None:
 
 
 def test_streams_of_two_priorities() -> None:
-    """Neither of two loop kernels gets between the blocks of the other, which would last a minute: calls and replays,
-    while other work leaves some multiprocessors free and some not."""
+    """Two loop kernels must not interleave their blocks, or both would wait for a minute.
+
+    Tests calls and replays, while other work leaves some multiprocessors free or none.
+    """
     eager, x = mlp()
     streams = [torch.cuda.Stream(priority=priority) for priority in (0, -1)]
     calls, graphs, results = [], [], []

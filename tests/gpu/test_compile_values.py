@@ -1,4 +1,4 @@
-"""Numbers at the edges on a GPU: what eager PyTorch gives there, for the tables of tests/compile."""
+"""Special numbers on a GPU give eager PyTorch's results there, by the tables of tests/compile."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import test_conversions as conversions
 import test_integers as integers
 import test_special_values as special
 
-# Of floating point in 8 bits Triton converts some and refuses the rest, and saturates where eager PyTorch has NaN.
+# Triton converts only some 8-bit floats, refuses the rest, and saturates where eager PyTorch has NaN.
 ALL_BUT_8_BITS = [one for one in conversions.TYPES if one not in (torch.float8_e4m3fn, torch.float8_e5m2)]
-pytestmark = [pytest.mark.limit(300), pytest.mark.usefixtures("fresh_compiler")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("fresh_compiler")]
 
 
 @pytest.mark.parametrize("dtype", [*special.FLOATS, *special.INTEGERS], ids=str)
@@ -58,7 +58,7 @@ def test_shifts_by_any_count(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
 def test_integers_to_a_negative_power(dtype: torch.dtype) -> None:
-    """Of a tensor of exponents eager PyTorch's values are the measure; one number as exponent it refuses."""
+    """For a tensor of exponents, eager PyTorch's values are the reference. It refuses a single negative exponent."""
     x = torch.tensor([-2, -1, 0, 1, 2, 7], dtype=dtype, device=DEVICE)
     powers = torch.tensor([-1, -2, -3, -1, -64, 0], dtype=dtype, device=DEVICE)
     call, _ = compiled(lambda x, y: torch.pow(x + 0, y))

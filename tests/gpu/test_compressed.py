@@ -1,6 +1,7 @@
-"""Compressed collectives on CUDA tensors: the bits of the CPU path, which tests/distributed compares with an oracle.
+"""Compressed collectives on CUDA tensors have the bits of the CPU path, which tests/distributed compares with an
+oracle.
 
-Every type, width, format and rounding; buckets of a warp and of a block; odd sizes and places; residuals; graphs.
+Every type, width, format and rounding; buckets of a warp and of a block; odd sizes and offsets; residuals; graphs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from ark_torch.distributed import compressed_all_reduce
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# numel, bits and bucket of each segment; a bucket beyond 512 takes a block.
+# numel, bits and bucket of each segment. A bucket above 512 uses a block.
 LAYOUTS: dict[str, list[tuple[int, int, int]]] = {
     "nothing": [(0, 4, 512)],
     "no segment": [],
@@ -50,7 +51,7 @@ def _lists(layout: list[tuple[int, int, int]]) -> tuple[list[int], ...]:
 
 
 def _with_residual(name: str, x: Tensor, owed: Tensor | None, *arguments: Any) -> list[Tensor]:
-    """The operator's result, and the residual that it leaves."""
+    """Returns the operator's result and its new residual."""
     owed = None if owed is None else owed.clone()
     result = getattr(torch.ops.ark, name)(x, owed, *arguments)
     return [result] if owed is None else [result, owed]
@@ -69,7 +70,7 @@ def _quantiser(rank: Rank) -> None:
             same(torch.ops.ark.quantize(x.to(device), bits, bucket, format, rounding, seed), codes, what)
             back = torch.ops.ark.dequantize(codes, numel, dtype, bits, bucket, format)
             same(torch.ops.ark.dequantize(codes.to(device), numel, dtype, bits, bucket, format), back, what)
-        # Where the tensor begins decides how it is read, and nothing else.
+        # The start of the tensor decides how it is read, and must change nothing else.
         x = _drawn(2001, dtype, seed)
         for offset in (1, 3, 8):
             part, there = x[offset:], x.to(device)[offset:]
@@ -82,7 +83,7 @@ def test_the_quantiser_alone() -> None:
 
 
 def _special(rank: Rank) -> None:
-    """NaN, infinities, zeros of both signs, subnormal numbers, a range that no float32 holds."""
+    """NaN, infinities, both zeros, subnormal numbers, and a range that overflows float32."""
     device = start(rank)
     tiny = torch.arange(600) * 1e-41
     large = torch.linspace(-3e38, 3e38, 600)
@@ -139,7 +140,7 @@ def test_collectives() -> None:
 
 
 def _rounds(rank: Rank) -> None:
-    """More than the memory that ranks share for it: round by round, the same bits and owners."""
+    """Larger than the shared memory for it: several rounds, the same bits and owners."""
     device = start(rank)
     group = dist.group.WORLD.group_name
     layout = [(34_000_001, 8, 512), (5000, 0, 128), (100_000, 3, 4096)]
@@ -173,7 +174,7 @@ def test_every_rank_has_the_same() -> None:
 
 
 def _captured(rank: Rank) -> None:
-    """Replays read what is there by then, residual included."""
+    """Replays use the current values, including the residual."""
     device = start(rank)
     me = rank.rank
     group = dist.group.WORLD.group_name
@@ -181,7 +182,7 @@ def _captured(rank: Rank) -> None:
     count = sum(segment[0] for segment in layout)
     arguments = (*_lists(layout), "uniform", "stochastic", 5, "avg", group)
     x, residual = torch.zeros(count, device=device, dtype=torch.bfloat16), torch.zeros(count, device=device)
-    torch.ops.ark.compressed_all_reduce(x, residual, *arguments)  # ranks compare, kernels are compiled
+    torch.ops.ark.compressed_all_reduce(x, residual, *arguments)  # ranks compare arguments, kernels are compiled
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="relaxed"):
@@ -202,8 +203,82 @@ def test_in_a_graph() -> None:
     run(_captured)
 
 
+NOTHING = 2**63 - 1
+
+
+def _word() -> Tensor:
+    return torch.full((1,), NOTHING).pin_memory()
+
+
+def _first(result: Tensor) -> int:
+    bad = (~result.isfinite()).nonzero().flatten().tolist()
+    return bad[0] if bad else NOTHING
+
+
+def _nonfinite(rank: Rank) -> None:
+    """The smallest index of a NaN or infinity, in buckets of a warp and of a block, coded and exact."""
+    device = start(rank)
+    group = dist.group.WORLD.group_name
+    layout = [(300, 0, 128), (5001, 4, 512), (9001, 8, 4096), (4097, 0, 4096), (77, 3, 128)]
+    count = sum(segment[0] for segment in layout)
+    arguments = (*_lists(layout), "uniform", "nearest", 0, "sum", group)
+    places = (None, 0, 299, 301, 5300, 5301, 14_301, 14_302, count - 78, count - 77, count - 1)
+    for number, (place, bad) in enumerate(product(places, (torch.nan, torch.inf, -torch.inf))):
+        for operator, rows in (("compressed_all_reduce", 1), ("compressed_reduce_scatter", rank.world_size)):
+            what = f"{operator} {place} {bad}"
+            x = _drawn(rows * count, DTYPES[number % 3], 10 * number + rank.rank).to(device)
+            if place is not None and rank.rank == rank.world_size - 1:
+                x.view(rows, count)[:, place] = bad
+            word = _word()
+            result = getattr(torch.ops.ark, operator)(x, None, *arguments, nonfinite=word)
+            torch.cuda.synchronize()
+            assert word.item() == _first(result), what
+            assert (word.item() == NOTHING) == (place is None), what
+    # Finite numbers that float16 cannot add up; what a slot holds already stays if it is smaller.
+    x = torch.ones(3000, device=device, dtype=torch.float16)
+    x[1234], x[2999] = 60000.0, -60000.0
+    one = ([3000], [0], [512], "uniform", "nearest", 0, "sum", group)
+    for before in (NOTHING, 2000, 17):
+        word = _word()
+        word[0] = before
+        result = torch.ops.ark.compressed_all_reduce(x, None, *one, nonfinite=word)
+        torch.cuda.synchronize()
+        assert word.item() == min(before, 1234 if rank.world_size > 1 else NOTHING)
+        assert result[1234].isinf() == (rank.world_size > 1)
+
+
+def test_the_first_nan_or_infinity_is_noted() -> None:
+    run(_nonfinite)
+
+
+def _nonfinite_in_a_graph(rank: Rank) -> None:
+    """Replays note it in the slot that was captured."""
+    device = start(rank)
+    group = dist.group.WORLD.group_name
+    arguments = (*_lists([(70_001, 4, 512), (300, 0, 128)]), "uniform", "nearest", 5, "avg", group)
+    x, word = torch.zeros(70_301, device=device), _word()
+    torch.ops.ark.compressed_all_reduce(x, None, *arguments, nonfinite=word)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="relaxed"):
+        out = torch.ops.ark.compressed_all_reduce(x, None, *arguments, nonfinite=word)
+    for place in (None, 70_100, 9, None):
+        x.zero_()
+        if place is not None and rank.rank == 0:
+            x[place] = torch.nan
+        word[0] = NOTHING
+        graph.replay()
+        torch.cuda.synchronize()
+        assert word.item() == _first(out) and (word.item() == NOTHING) == (place is None), place
+    dist.barrier()
+
+
+def test_a_replay_notes_nan() -> None:
+    run(_nonfinite_in_a_graph)
+
+
 def _streams(rank: Rank) -> None:
-    """On the current stream, behind what that holds; the host waits for nothing."""
+    """On the current stream, after its earlier work. The host does not wait."""
     device = start(rank)
     side = torch.cuda.Stream(device)
     x = torch.zeros(100_000, device=device)
@@ -232,6 +307,9 @@ def _bad(rank: Rank) -> None:
     arguments = ([1000], [4], [512], "uniform", "nearest", 0, "sum", group)
     with pytest.raises(ValueError, match="residual is on cpu and input on cuda"):
         torch.ops.ark.compressed_all_reduce(x, torch.zeros(1000), *arguments)
+    for word in (torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64, device=device)):
+        with pytest.raises(ValueError, match=r"nonfinite is on .*pin_memory=True"):
+            torch.ops.ark.compressed_all_reduce(x, None, *arguments, nonfinite=word)
     if rank.world_size > 1:
         with pytest.raises(dist.DistBackendError, match=r"another bits than rank 0 \(8, 4\)" if WORLD == 2 else "bits"):
             compressed_all_reduce(x, bits=8 if rank.rank == 1 else 4, bucket=256)

@@ -1,7 +1,8 @@
-"""The compression hook and fsdp() on GPUs: nothing is lost, streams are in order, NaN is told a step later."""
+"""The compression hook and fsdp() on GPUs: nothing is lost, streams are in order, NaN is reported a step later."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from support.rank import Rank
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ark_torch.distributed import compression
 
@@ -41,7 +43,7 @@ def _conserved(what: str, model: nn.Module, state: compression.State, device: to
         model(_batch(step, dist.get_rank(), device)).square().mean().backward()
         exact = _exact(step, device)
         for name, parameter in model.named_parameters():
-            # Read at once: DDP's stream has to wait for the hook's.
+            # Read at once: DDP's stream must wait for the hook's.
             got = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
             pair = sums.setdefault(name.removeprefix("module."), [0, 0])
             pair[0], pair[1] = pair[0] + got, pair[1] + exact[name.removeprefix("module.")]
@@ -81,20 +83,101 @@ def test_nothing_is_lost() -> None:
     run(_nothing_is_lost)
 
 
+def _spoil(parameter: nn.Parameter, bad: float, spoils: Callable[[], bool]) -> None:
+    parameter.register_hook(lambda gradient: gradient + bad if spoils() else gradient)
+
+
 def _nan(rank: Rank) -> None:
+    """Told by name in the step after: a compressed layer, before DDP builds its buckets anew, and an exact one beside
+    compressed ones."""
     device = start(rank)
     heard = Heard()
+    step = 0
     ddp = DDP(_model(device))
     state = compression.State(module=ddp)
     ddp.register_comm_hook(state, compression.hook)
-    for step in range(3):
+    # In several steps: each layer is told once.
+    _spoil(ddp.module[4].weight, torch.nan, lambda: step in (0, 2) and rank.rank == 0)
+    _spoil(ddp.module[2].bias, torch.inf, lambda: step in (3, 4) and rank.rank == rank.world_size - 1)
+    told: list[int] = []
+    for step in range(7):
         ddp.zero_grad()
-        scale = float("nan") if step == 0 and rank.rank == 0 else 1.0
-        (ddp(_batch(step, rank.rank, device)) * scale).square().mean().backward()
+        ddp(_batch(step, rank.rank, device)).square().mean().backward()
         torch.cuda.synchronize()
-        assert bool(ddp.module[4].weight.grad.isnan().any()) == (step == 0)
-    assert len(heard.of("of 4.weight [129, 1024]")) == int(rank.world_size > 1), heard.lines
+        assert bool(ddp.module[4].weight.grad.isnan().any()) == (step in (0, 2))
+        assert bool(ddp.module[2].bias.grad.isfinite().all()) == (step not in (3, 4))
+        told.append(len(heard.of("NaN or Inf")))
+    if rank.world_size == 1:
+        assert not heard.of("NaN or Inf")
+        return
+    assert told == [0, 1, 1, 1, 2, 2, 2], heard.lines
+    assert len(heard.of("of 4.weight [129, 1024]")) == len(heard.of("of 2.bias [1024]")) == 1, heard.lines
+    assert all(f"[rank {rank.rank}]" in line and "an earlier step" in line for line in heard.of("NaN or Inf"))
 
 
 def test_nan_is_told_once() -> None:
     run(_nan)
+
+
+def _nan_of_a_share(rank: Rank) -> None:
+    """fsdp(): the rank whose share of the gradient has it tells."""
+    device = start(rank)
+    heard = Heard()
+    model = _model(device)
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer)
+    fully_shard(model)
+    compression.fsdp(model, compression.State(module=model), parameters=None)
+    for step in range(3):
+        model.zero_grad()
+        scale = torch.nan if step == 0 and rank.rank == 0 else 1.0
+        (model(_batch(step, rank.rank, device)) * scale).square().mean().backward()
+        torch.cuda.synchronize()
+    told = heard.of("NaN or Inf in the gradient of an earlier step")
+    assert len(told) == (3 if rank.world_size > 1 else 0), heard.lines  # one for each exchange
+    assert rank.world_size == 1 or len(heard.of("of 4.weight [129, 1024]")) == 1, heard.lines
+
+
+def test_nan_of_a_share_is_told() -> None:
+    run(_nan_of_a_share)
+
+
+class _Ops(TorchDispatchMode):
+    """What PyTorch's dispatcher is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _one_operator(rank: Rank) -> None:
+    """In a usual step, the exchange of a bucket is all that the hook launches."""
+    device = start(rank)
+    ddp = DDP(_model(device))
+    state = compression.State(module=ddp)
+    called: list[list[str]] = []
+
+    # DDP compares the annotations of a hook with its own.
+    def hook(state, bucket):  # type: ignore[no-untyped-def]
+        with _Ops() as ops:
+            future = compression.hook(state, bucket)
+        called.append(ops.names)
+        return future
+
+    ddp.register_comm_hook(state, hook)
+    for step in range(4):
+        called.clear()
+        ddp.zero_grad()
+        ddp(_batch(step, rank.rank, device)).square().mean().backward()
+    torch.cuda.synchronize()
+    usual = ["ark.compressed_all_reduce.default"] if rank.world_size > 1 else []
+    assert called and all(names == usual for names in called), called
+
+
+def test_a_usual_call_is_one_operator() -> None:
+    run(_one_operator)

@@ -1,7 +1,7 @@
-"""Collectives by copy engines: the same bits as ever, in graphs, on registered memory, and when things go wrong.
+"""Collectives over copy engines: unchanged bits, in graphs, on registered memory, and in failures.
 
-The dispatch here takes them from small sizes on, and a small buffer makes small slots, so that tensors of a few MB go
-in many pieces.
+The dispatch here uses them from small sizes on. A small buffer has small slots, so that tensors of a few MB need many
+pieces.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ NUMBERS = {
     "broadcast_engine_from": FROM,
     "all_to_all_engine_from": FROM,
 }
-IN_LINE = ", in line"  # eager all_reduces on the caller's stream alone
-COUNTS = (33_000, 1_000_003, 3 << 20)  # of a rank's part
+IN_LINE = ", in line"  # eager all_reduces on the caller's stream only
+COUNTS = (33_000, 1_000_003, 3 << 20)  # of one rank's part
 
 
 def _options(in_line: bool = False) -> Any:
@@ -48,7 +48,7 @@ def _start(rank: Rank, in_line: bool = False, **options: Any) -> torch.device:
     device = device_of(rank)
     torch.cuda.set_device(device)
     if in_line:
-        torch.cuda.set_stream(torch.cuda.Stream())  # the default stream is not taken
+        torch.cuda.set_stream(torch.cuda.Stream())  # copy engines do not use the default stream
     rank.init(pg_options=_options(in_line), **options)
     return device
 
@@ -58,9 +58,9 @@ def _random(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def _calls(rank: Rank, n: int) -> dict[str, Callable[[torch.Tensor, torch.Tensor], Any]]:
-    """On an output and an input of n elements a rank."""
+    """Returns calls on an output and an input of n elements per rank."""
     world, me = rank.world_size, rank.rank
-    share = [n * 2 // world // (1 + (me + to) % 3) for to in range(world)]  # alike from both ends
+    share = [n * 2 // world // (1 + (me + to) % 3) for to in range(world)]  # the same from both ends
     return {
         "all_reduce": lambda o, i: dist.all_reduce(o),
         "all_reduce, average": lambda o, i: dist.all_reduce(o, dist.ReduceOp.AVG),
@@ -168,10 +168,10 @@ def test_outputs_at_different_places_are_an_error(copying: bool) -> None:
 
 
 def _loop(rank: Rank, operation: str, how: str) -> float:
-    """Operates for ever; when that fails, tells the test process and goes on without the victim, the last rank."""
+    """Runs the operation until it fails, then reports and continues without the victim, the last rank."""
     in_line = operation.endswith(IN_LINE)
     device = _start(rank, in_line, timeout=120)
-    n = (1 if in_line else 8) << 20  # in line: what needs no slot twice
+    n = (1 if in_line else 8) << 20  # in line: no slot is used twice
     out, source = (torch.ones(n * rank.world_size, device=device) for _ in range(2))
     call = _calls(rank, n)[operation.removesuffix(IN_LINE)]
     call(out, source)
@@ -216,7 +216,7 @@ def test_lost_rank(operation: str) -> None:
 
 
 def _in_a_copy(rank: Rank, how: str) -> float:
-    """The last rank stays away from a collective whose result the others copy to pageable memory."""
+    """The last rank stays away from a collective. The others copy its result to pageable memory."""
     in_line = how.endswith(IN_LINE)
     device = _start(rank, in_line, timeout=120)
     tensor = torch.ones((2 if in_line else 8) << 20, device=device)
@@ -230,7 +230,7 @@ def _in_a_copy(rank: Rank, how: str) -> float:
         time.sleep(600)  # until it is killed
     dist.all_reduce(tensor, group=group)
     rank.report("running")
-    tensor.cpu()  # ends, with whatever is there
+    tensor.cpu()  # returns, with arbitrary data
     rank.report("copied")
     try:
         dist.all_reduce(tensor, group=group)

@@ -1,4 +1,4 @@
-"""Killed and stopped peers: survivors raise within bounds, keep their CUDA context, and go on in a new group."""
+"""Killed and stopped peers: survivors raise in time, keep their CUDA context, and continue in a new group."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ KILL_BOUND_S = 5.0
 
 
 def _loop(rank: Rank, how: str, count: int) -> float:
-    """Operates for ever; when that fails, tells the test process and starts again without the victim, the last rank."""
+    """Runs all_reduce until it fails, then reports and restarts without the victim, the last rank."""
     device = start(rank, timeout=120)
     tensor = torch.ones(count, device=device)
-    dist.all_reduce(tensor)  # kernels are compiled here, which may take longer than the short timeout
+    dist.all_reduce(tensor)  # compiles the kernels, which may take longer than the short timeout
     group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)) if how == "stopped" else None
     dist.all_reduce(tensor, group=group)
     torch.cuda.synchronize()
@@ -51,7 +51,7 @@ def _loop(rank: Rank, how: str, count: int) -> float:
 
 
 def _fused(rank: Rank, operator: str) -> float:
-    """The same within an operator whose computation and communication are one kernel."""
+    """Same, in an operator whose computation and communication form one kernel."""
     from ark_torch import ops
     from ark_torch.distributed import compressed_all_reduce
 
@@ -140,7 +140,7 @@ def test_stopped() -> None:
 
 
 def _uneven(rank: Rank) -> str:
-    """One rank never calls: the others' kernels give up by their timeout, and the next operation tells."""
+    """One rank never calls: the others' kernels time out, and the next operation reports it."""
     device = start(rank)
     tensor = torch.ones(100, device=device)
     dist.all_reduce(tensor)

@@ -1,4 +1,4 @@
-"""Several groups at once, a group beside NCCL, a group that NCCL carries, and the record of what a group did."""
+"""Several groups at once, a group beside NCCL, a group that NCCL carries, and the record of a group's operations."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from support.reference import make_input
 
 import ark_torch
 
-# Loading a kernel waits for all that the GPU was given, and holds what other threads' calls need meanwhile: with two
-# groups at work at once, ranks that load some would wait for each other (README, Troubleshooting). So each test runs
-# every kernel once before. (With CUDA_MODULE_LOADING=EAGER instead, 3 runs of 3 had not ended after 35 s.)
+# Loading a kernel waits for all of the GPU's work, and blocks other threads' calls meanwhile. With two groups at work,
+# ranks that load kernels would wait for each other (README, Troubleshooting). So each test runs every kernel once
+# before. (With CUDA_MODULE_LOADING=EAGER instead, 3 of 3 runs had not ended after 35 s.)
 
 
 def _groups(rank: Rank) -> None:
@@ -64,7 +64,7 @@ def _beside_nccl(rank: Rank) -> None:
     nccl = dist.new_group(backend="nccl")
     ours, theirs = torch.cuda.Stream(), torch.cuda.Stream()
     count = 1 << 22
-    for group in (None, nccl):  # the first operation of a group meets the other ranks, and so must be in one order
+    for group in (None, nccl):  # a group's first operation connects the ranks, so all need the same order
         first = torch.ones(count, device=device)
         dist.all_reduce(first, group=group)
         assert first.clone().unique().tolist() == [rank.world_size]
@@ -73,7 +73,7 @@ def _beside_nccl(rank: Rank) -> None:
         b = a.clone()
         for stream in (ours, theirs):
             stream.wait_stream(torch.cuda.current_stream())
-        # The order of issue differs from rank to rank.
+        # The order of issue differs between ranks.
         for mine in (True, False) if (step + rank.rank) % 2 == 0 else (False, True):
             with torch.cuda.stream(ours if mine else theirs):
                 dist.all_reduce(a if mine else b, group=None if mine else nccl)
@@ -87,7 +87,7 @@ def test_beside_an_nccl_group() -> None:
 
 
 def _carried(rank: Rank) -> None:
-    """Ranks that share no memory: NCCL is given the same calls."""
+    """Ranks that share no memory: NCCL gets the same calls."""
     device = start(rank)
     world, me = rank.world_size, rank.rank
     group = dist.group.WORLD
@@ -136,18 +136,18 @@ def test_flight_record_follows_the_device() -> None:
 
 
 def _timed(rank: Rank) -> None:
-    """Times are the device's: an operation that stands behind 50 ms of computation begins after it, and is short."""
+    """Times are the device's: an operation after 50 ms of computation starts after it, and is short."""
     device = start(rank)
     options = ark_torch.Options()
     options.timing = True
     group = dist.new_group(pg_options=options)
     tensor = torch.ones(1000, device=device)
-    for later in (False, True):  # the first of a kind makes streams, which may take the host longer than the wait below
+    for later in (False, True):  # the first of a kind creates streams, which may take longer than the wait below
         group._get_backend(device).allreduce([tensor], _async(later)).wait()
     torch.cuda.synchronize()
     for later in (False, True):
         dist.barrier()
-        begun = time.time_ns()  # not the operation's own time_created_ns: a host may be held up in between
+        begun = time.time_ns()  # not the operation's time_created_ns, because the host may be delayed in between
         busy(50)
         work = group._get_backend(device).allreduce([tensor], _async(later))
         entry = ark_torch.flight_record()["entries"][-1]
@@ -160,7 +160,7 @@ def _timed(rank: Rank) -> None:
         waited = (entry["time_started_ns"] - begun) / 1e6
         assert 20 < waited < 500, waited
         work.wait()
-    # A rank that comes late shows in the others' durations, and the record says that they run.
+    # A late rank shows in the others' durations, and the record shows them as running.
     if rank.rank == 0:
         busy(100)
     work = group._get_backend(device).allreduce([tensor], _async(False))

@@ -1,6 +1,6 @@
-"""What lasts: groups that come and go leave nothing, and a group under mixed load neither fails nor grows.
+"""Long runs: groups that come and go leak nothing, and a group under mixed load neither fails nor grows.
 
-ARK_TEST_SOAK_SECONDS=300 is the soak at length.
+ARK_TEST_SOAK_SECONDS=300 makes a long run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from support.rank import Rank
 
 GROUPS = 200
 SOAK_S = float(os.environ.get("ARK_TEST_SOAK_SECONDS", "10"))
-# Of one group's arena a hundredth: what grew by less did not grow with the groups.
+# A hundredth of one group's arena. Smaller growth does not come from the groups.
 MEMORY_SLACK = 8 << 20
 
 
@@ -37,7 +37,7 @@ def _come_and_go(rank: Rank) -> list[dict[str, int]]:
             work = dist.all_reduce(tensor, group=group, async_op=step % 2 == 0)
             if work is not None:
                 work.wait()
-        if step % 10 == 0:  # one that ends with work under way and without a use of its result
+        if step % 10 == 0:  # ends with pending work and an unused result
             dist.all_gather_into_tensor(torch.empty(1000 * rank.world_size, device=device), small, group=group)
         assert small[0].item() == large[-1].item() == rank.world_size
         dist.destroy_process_group(group)
@@ -49,7 +49,7 @@ def _come_and_go(rank: Rank) -> list[dict[str, int]]:
     return seen
 
 
-@pytest.mark.limit(400)
+@pytest.mark.timeout(400)
 def test_groups_come_and_go() -> None:
     begun = time.monotonic()
     with Job(_come_and_go, WORLD, env=ENV) as job:
@@ -66,7 +66,7 @@ def test_groups_come_and_go() -> None:
 
 
 class _Beside:
-    """A thread with a group and a stream of its own, whose sums are known; its steps follow the main thread's."""
+    """A thread with its own group and stream, whose sums are known. Its steps follow the main thread's."""
 
     def __init__(self, device: torch.device) -> None:
         self.group, self.done, self.failure = dist.new_group(), 0, ""
@@ -113,7 +113,7 @@ class _Beside:
 def _soak(rank: Rank, seconds: float) -> dict[str, Any]:
     device = start(rank)
     runner = Runner(device, make_groups("nccl", device), 77)
-    # Kernels are loaded before two threads are at work: README, Troubleshooting.
+    # Kernels are loaded before two threads are at work (README, Troubleshooting).
     runner.run(1500)
     beside = _Beside(device)
     until, rounds, held = time.monotonic() + seconds, 0, []
@@ -139,13 +139,13 @@ def _soak(rank: Rank, seconds: float) -> dict[str, Any]:
         if rounds in (2, 3):
             held.append(resources())
         going.fill_(float(time.monotonic() < until or rounds < 4))
-        dist.all_reduce(going, dist.ReduceOp.MIN)  # on the CPU: all go on, or none
+        dist.all_reduce(going, dist.ReduceOp.MIN)  # on the CPU: all ranks continue, or none
     beside.end()
     held.append(resources())
     return {"rounds": rounds, "random": runner.done, "beside": beside.done, "held": held}
 
 
-@pytest.mark.limit(SOAK_S + 200)
+@pytest.mark.timeout(SOAK_S + 200)
 def test_soak() -> None:
     with Job(_soak, WORLD, SOAK_S, env=ENV) as job:
         for rank, value in enumerate(job.values(SOAK_S + 150)):

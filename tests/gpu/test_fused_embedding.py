@@ -1,4 +1,4 @@
-"""embedding_bag_all_to_all on GPUs: the bits of the reference, graphs, registered memory, groups, bad input."""
+"""embedding_bag_all_to_all on GPUs: the reference's bits, graphs, registered memory, groups, bad input."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def test_random_shapes(seed: int) -> None:
 def cases(world: int) -> list[Case]:
     bf16 = torch.bfloat16
     return [
-        Case([70] * (world - 1) + [1], 4, 64, bf16, seed=1),  # more tables than one launch takes
+        Case([70] * (world - 1) + [1], 4, 64, bf16, seed=1),  # more tables than one launch handles
         Case([2] * world, 64, 128, bf16, torch.int32, seed=2),
-        Case([1] * world, 33, 1000, torch.float32, seed=3),  # rows that several groups share
+        Case([1] * world, 33, 1000, torch.float32, seed=3),  # rows shared by several groups of threads
         Case([3] + [0] * (world - 1), 200, 256, torch.float16, mode="mean", seed=4),
         Case([2] * world, 1500, 16, bf16, weighted=True, seed=5),
         Case([1] * world, 5, 8, torch.float16, weighted=True, last=True, seed=6),
@@ -67,7 +67,7 @@ def test_shapes_of_every_kind() -> None:
 
 
 def _captured(rank: Rank) -> None:
-    """Forward and backward in one graph; replays see new rows, and results of several calls do not touch."""
+    """Forward and backward in one graph. Replays see new rows, and results of several calls do not overlap."""
     device = start(rank)
     me, world = rank.rank, rank.world_size
     case = Case([2] * world, 16, 64, torch.bfloat16, seed=3)
@@ -81,7 +81,7 @@ def _captured(rank: Rank) -> None:
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        outs = [part.call(case, **known) for _ in range(12)]  # more than there are places of their own
+        outs = [part.call(case, **known) for _ in range(12)]  # more than there are separate places
         grads = torch.autograd.grad(outs[0], part.tables, gradient)
     wanted = reference(case, me, world)
     for _ in range(3):
@@ -103,7 +103,7 @@ def test_graphs() -> None:
 
 
 def _eager(rank: Rank, steps: int) -> None:
-    """Many calls without a word between hosts; results that are kept stay as they are; ranks that are late."""
+    """Many calls without host communication: kept results do not change, and ranks may be late."""
     device = start(rank)
     me, world = rank.rank, rank.world_size
     case = Case([3] * world, 40, 96, torch.float16, torch.int32, seed=8)
@@ -123,10 +123,10 @@ def test_many_calls() -> None:
 
 
 def _registered(rank: Rank) -> None:
-    """In registered memory the result is stored where it stays."""
+    """In registered memory the result is stored at its final place."""
     device = start(rank)
     me, world = rank.rank, rank.world_size
-    case = Case([2] * world, 256, 1024, torch.bfloat16, seed=9)  # of large blocks, as PyTorch's allocator has them
+    case = Case([2] * world, 256, 1024, torch.bfloat16, seed=9)  # large blocks, as from PyTorch's allocator
     part = draw(case, me, world, device)
     part.call(case)
     with torch.cuda.use_mem_pool(ark_torch.memory.pool()):
@@ -188,7 +188,7 @@ def test_compiled(backend: str) -> None:
 
 
 def _alone(rank: Rank) -> None:
-    """A group of one rank: no peer, and no collective before."""
+    """A group of one rank, without a peer or an earlier collective."""
     device = start(rank)
     alone = [dist.new_group([r]) for r in range(rank.world_size)][rank.rank]
     check(Case([3], 10, 48, torch.float16, seed=15), 0, 1, alone, device)
@@ -199,7 +199,7 @@ def test_a_group_of_one() -> None:
 
 
 def _bad_index(rank: Rank) -> str:
-    """The launch ends the context, as a failed assertion does; the next call names table and index."""
+    """The launch ends the context, like a failed assertion. The next call names table and index."""
     device = start(rank, timeout=20)
     me, world = rank.rank, rank.world_size
     case = Case([2] * world, 8, 32, torch.float32, seed=31)
@@ -213,7 +213,7 @@ def _bad_index(rank: Rank) -> str:
         part.call(case, tables_per_rank=case.tables)
         torch.cuda.synchronize()
         if me != 0:
-            part.call(case, tables_per_rank=case.tables)  # the group's failure
+            part.call(case, tables_per_rank=case.tables)  # the group has failed
             torch.cuda.synchronize()
             part.call(case, tables_per_rank=case.tables)
     if me != 0:
@@ -267,7 +267,9 @@ def test_sparse_gradients_and_updates(seed: int) -> None:
 
 
 def update_cases(world: int) -> list[Case]:
-    """Rows that a block shares; each width of a group; rows of several strips; more tables than one launch takes."""
+    """Rows shared by a block, each width of a thread group, rows of several strips, more tables than one launch
+    handles.
+    """
     bf16 = torch.bfloat16
     return [
         crowded_case(world, 90, dtype=torch.float32),
@@ -295,7 +297,7 @@ def test_updates_of_every_kind() -> None:
 
 
 def _captured_update(rank: Rank) -> None:
-    """A whole step in a graph: replays go on from the rows that the last one left, with the learning rate of then."""
+    """A whole step in a graph. Replays continue from the last rows, with the current learning rate."""
     device = start(rank)
     me, world = rank.rank, rank.world_size
     case = crowded_case(world, 110, dtype=torch.bfloat16, dim=64)
@@ -333,7 +335,7 @@ def test_updates_in_graphs() -> None:
 
 
 def _large(rank: Rank) -> None:
-    """A table of more than 2^31 elements: the last of its rows is the one that is written."""
+    """A table of more than 2^31 elements, of which the last row is written."""
     device = start(rank)
     rows, dim = (1 << 31) // 64 + 1000, 64
     if torch.cuda.mem_get_info()[0] < 12 << 30:
@@ -343,7 +345,7 @@ def _large(rank: Rank) -> None:
     offsets = torch.arange(0, len(bags), 3, device=device)
     optimizer = RowwiseAdagrad([table], lr=1.0, eps=0.0)
     out = embedding_bag_all_to_all([table], [bags], [offsets], optimizer=optimizer)
-    out.sum().backward()  # each rank's result has all ranks' tables, and its gradient is one
+    out.sum().backward()  # each rank's result has all ranks' tables, with gradient one
     assert table[rows - 1].unique().tolist() == [-1.0] and table[5].unique().tolist() == [-1.0]
     assert int((table != 0).any(1).sum()) == 2
     assert optimizer.state[table]["sum"][rows - 1].item() == (2.0 * rank.world_size) ** 2
@@ -388,7 +390,7 @@ TABLES = [(500, 64), (3, 64), (170, 64), (70, 64), (1, 64)]
 
 
 def _module(rank: Rank, sharding: str, mode: str) -> None:
-    """The bits of the module on CPU tensors of the same group: result, gradients, update, jagged input with weights."""
+    """Compares the module with CPU tensors of the same group: result, gradients, update, jagged input with weights."""
     device = start(rank)
     generator = torch.Generator().manual_seed(7 + rank.rank)
     lengths = torch.randint(0, 5, (len(TABLES), 40), generator=generator)

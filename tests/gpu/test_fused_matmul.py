@@ -27,7 +27,7 @@ def _check(case: Case, form: str, device: torch.device, group: Any = None) -> No
     if form == "unfused":
         same(got, unfused(case, a, b, world, group), case)
     else:
-        same(case.call(a, b, group, form=form), got, f"again: {case}")  # bits do not depend on who came first
+        same(case.call(a, b, group, form=form), got, f"again: {case}")  # bits must not depend on which rank comes first
     close(got, exact(case, me, world), sum(case.k) if case.name != "all_gather_matmul" else case.k[0], (form, case))
 
 
@@ -44,7 +44,7 @@ def test_product_first() -> None:
 
 
 def _auto(rank: Rank) -> None:
-    """Whatever form is taken."""
+    """With the form that the operator chooses."""
     device = start(rank)
     random = Random(5)
     for number in range(40):
@@ -58,7 +58,7 @@ def test_the_form_that_is_chosen() -> None:
 
 
 def kernel_cases(world: int) -> list[Case]:
-    """Tiles of every shape, whole and at edges; depths of less than a stage; matrices as they come."""
+    """Tiles of every shape, whole and at edges; depths below a stage; any matrix layout."""
     bf16, f16 = HALVES
     cases: list[Case] = []
     for name in OPERATORS:
@@ -84,8 +84,8 @@ def kernel_cases(world: int) -> list[Case]:
             case(130, 136, 520, dtype=f16, a="narrowed", b="narrowed"),
         ]
     cases += [
-        Case("matmul_all_reduce", 40, [0] + [33] * (world - 1), [72] * world, bf16, seed=91),  # a rank without depth
-        Case("all_gather_matmul", 40, [64] * world, [0] + [33] * (world - 1), f16, seed=92),  # without columns
+        Case("matmul_all_reduce", 40, [0] + [33] * (world - 1), [72] * world, bf16, seed=91),  # one rank without depth
+        Case("all_gather_matmul", 40, [64] * world, [0] + [33] * (world - 1), f16, seed=92),  # one rank without columns
         Case("all_gather_matmul", 7, [64] * world, [5] * world, bf16, b="transposed", seed=93),
     ]
     return cases
@@ -103,7 +103,7 @@ def test_one_kernel() -> None:
 
 
 def _sums_in_rank_order(rank: Rank) -> None:
-    """Products of small integers are the same whoever multiplies: so are the bits of what is added and rounded."""
+    """Products of small integers are exact in any implementation, and so are the bits of their rounded sums."""
     device = start(rank)
     me, world = rank.rank, rank.world_size
     rows = {"matmul_all_reduce": (1, 16, 60, 200), "matmul_reduce_scatter": (world, 200 * world)}
@@ -111,7 +111,7 @@ def _sums_in_rank_order(rank: Rank) -> None:
         for dtype in HALVES:
             for n in (72, 1024):
                 generator = torch.Generator(device=device).manual_seed(me)
-                # Each rank's products are of another size, so that the order and the one rounding show.
+                # Ranks' products differ in size, so that the order and the single rounding show.
                 a = torch.randint(-3, 4, (m, 96), generator=generator, device=device).to(dtype)
                 generator.manual_seed(50 + me * (name != "all_gather_matmul"))
                 b = torch.randint(-3, 4, (96, n), generator=generator, device=device).to(dtype) * 17.0**-me
@@ -125,7 +125,7 @@ def test_bits_of_the_unfused_form() -> None:
 
 
 def _captured(rank: Rank, form: str) -> None:
-    """Several calls in one graph, which do not touch; replays see what the matrices hold by then."""
+    """Several calls in one graph do not overlap. Replays use the current matrices."""
     device = start(rank)
     me, world = rank.rank, rank.world_size
     for name in OPERATORS:
@@ -136,7 +136,7 @@ def _captured(rank: Rank, form: str) -> None:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
-            outs = [case.call(a, b, form=form) for _ in range(11)]  # more than there are places of their own
+            outs = [case.call(a, b, form=form) for _ in range(11)]  # more than there are separate places
         for _ in range(1000):
             graph.replay()
         for out in outs:
@@ -155,7 +155,7 @@ def test_graphs(form: str) -> None:
 
 
 def _eager(rank: Rank, form: str) -> None:
-    """Results that are kept stay as they are; ranks that are late; shapes in turns."""
+    """Kept results do not change; ranks may be late; shapes alternate."""
     device = start(rank)
     me, world = rank.rank, rank.world_size
     cases = [
@@ -181,7 +181,7 @@ def test_many_calls(form: str) -> None:
 
 
 def _registered(rank: Rank, form: str) -> None:
-    """In registered memory an all_reduce's result is stored where it stays."""
+    """In registered memory an all_reduce's result is stored at its final place."""
     device = start(rank)
     me, world = rank.rank, rank.world_size
     case = Case("matmul_all_reduce", 2048, [128] * world, [2048] * world, torch.bfloat16, seed=9)
@@ -224,7 +224,7 @@ def test_two_groups(form: str) -> None:
 
 
 def _gradients(rank: Rank, form: str) -> None:
-    """Those of both forms against PyTorch's own differentiable collectives."""
+    """Compares the gradients of both forms with PyTorch's own differentiable collectives."""
     device = start(rank)
     me, world = rank.rank, rank.world_size
     for name in OPERATORS:
@@ -280,7 +280,7 @@ def test_compiled(form: str) -> None:
 
 
 def _alone(rank: Rank) -> None:
-    """A group of one rank: no peer, and no collective before."""
+    """A group of one rank, without a peer or an earlier collective."""
     device = start(rank)
     alone = [dist.new_group([r]) for r in range(rank.world_size)][rank.rank]
     for name in OPERATORS:
@@ -292,7 +292,7 @@ def test_a_group_of_one() -> None:
 
 
 def _bad(rank: Rank) -> None:
-    """Refused, or of another shape, before anything is launched: an error on all ranks, and the group goes on."""
+    """Refused or mismatched input is found before a launch: an error on all ranks, and the group still works."""
     device = start(rank, timeout=20)
     odd = rank.rank == rank.world_size - 1
     last = rank.world_size - 1
@@ -317,7 +317,7 @@ def test_bad_input() -> None:
 
 
 def _late_disagreement(rank: Rank, form: str) -> str:
-    """Another operator than the peers', of a shape that all have met with: found by the launches, or told in time."""
+    """Another operator than the peers', with a shape that all know: the launches find it, or it times out."""
     device = start(rank, timeout=5)
     a = torch.ones(64 * rank.world_size, 64, device=device, dtype=torch.bfloat16)
     b = torch.ones(64, 128, device=device, dtype=torch.bfloat16)

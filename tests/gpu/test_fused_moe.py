@@ -1,4 +1,4 @@
-"""moe_dispatch, moe_combine, moe_layer on GPUs: bits, graphs whose routing changes, gradients, bad input."""
+"""moe_dispatch, moe_combine, moe_layer on GPUs: bits, graphs with changing routing, gradients, bad input."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_real_sizes() -> None:
 
 
 def _close(got: Tensor, wanted: Tensor, what: object, dtype: torch.dtype | None = None) -> None:
-    """Within the rounding of products in this dtype."""
+    """Allows the rounding of products in this dtype."""
     assert got.shape == wanted.shape and not got.isnan().any(), what
     error = (got.double().cpu() - wanted.double().cpu()).abs()
     scale = float(wanted.abs().max()) if wanted.numel() else 0.0
@@ -72,7 +72,7 @@ def _close(got: Tensor, wanted: Tensor, what: object, dtype: torch.dtype | None 
 
 
 def _layers(rank: Rank, seed: int, count: int) -> None:
-    """In one go, and in pieces; both against products in float64."""
+    """As one operator and in pieces, both compared with products in float64."""
     device = start(rank)
     random = Random(seed)
     for number in range(count):
@@ -96,7 +96,7 @@ def test_layers() -> None:
 
 
 def _graphs(rank: Rank) -> None:
-    """Replays go by what x, topk_ids and weights hold by then; several calls in a graph, which do not touch."""
+    """Replays use the current x, topk_ids and weights. Several calls in a graph do not overlap."""
     device = start(rank)
     world = rank.world_size
     cases = [Case([24] * world, 2, 2, 128, torch.bfloat16, "distinct", seed=seed) for seed in range(5)]
@@ -132,7 +132,7 @@ def test_graphs() -> None:
 
 
 def _training_graph(rank: Rank, dtype: torch.dtype) -> None:
-    """Forward and backward in a graph, in a dtype that eager calls need the host for, too."""
+    """Forward and backward in a graph, also in a dtype whose eager calls need the host."""
     device = start(rank)
     world = rank.world_size
     case = Case([12] * world, 2, 2, 64, dtype, "distinct", seed=6)
@@ -167,7 +167,7 @@ def test_graphs_of_training(dtype: torch.dtype) -> None:
 
 
 def _late(rank: Rank) -> None:
-    """Results that are kept stay as they are; ranks that are late; sizes in turns."""
+    """Kept results do not change; ranks may be late; sizes alternate."""
     device = start(rank)
     me, world = rank.rank, rank.world_size
     cases = [Case([tokens] * world, 2, 2, dim, torch.bfloat16, "distinct", seed=tokens)
@@ -194,7 +194,7 @@ def test_many_calls() -> None:
 
 
 def _gradients(rank: Rank, dtype: torch.dtype) -> None:
-    """Against the same layer on CPU ranks in float64."""
+    """Compares with the same layer on CPU ranks in float64."""
     device = start(rank)
     world = rank.world_size
     case = Case([20 + 3 * r for r in range(world)], 2, 2, 64, dtype, "distinct", seed=6)
@@ -216,7 +216,7 @@ def test_gradients(dtype: torch.dtype) -> None:
 
 
 def _bits_of_gradients(rank: Rank) -> None:
-    """Of rows there and back, which add in the order of the choices: those of CPU ranks."""
+    """Gradients of rows, dispatched and combined, add in the order of the choices: they have the bits of CPU ranks."""
     device = start(rank)
     case = Case([9] * rank.world_size, 3, 2, 40, torch.bfloat16, seed=8)
     results = []
@@ -242,7 +242,7 @@ def _groups(rank: Rank) -> None:
         for group, size in ((None, rank.world_size), (other, rank.world_size), (alone, 1)):
             _check(Case([11] * size, 2, 3, 80, DTYPES[seed % 3], seed=seed), device, group)
             _check(Case([0] * size, 2, 3, 80, DTYPES[seed % 3], seed=seed), device, group)
-    for group, size in ((None, rank.world_size), (alone, 1)):  # nobody chooses anybody
+    for group, size in ((None, rank.world_size), (alone, 1)):  # no token chooses an expert
         x, ids = torch.ones(4, 16, device=device), torch.zeros(4, 0, dtype=torch.int64, device=device)
         rows, counts, handle = moe_dispatch(x, ids, group, num_experts=2 * size, max_rows=3)
         assert not rows.any() and counts.tolist() == [0, 0]
@@ -275,7 +275,7 @@ def test_compiled() -> None:
 
 
 def _bad(rank: Rank) -> None:
-    """Refused before anything is launched: an error on all ranks, and the group goes on."""
+    """Refused before a launch: an error on all ranks, and the group still works."""
     device = start(rank, timeout=20)
     odd, last = rank.rank == rank.world_size - 1, rank.world_size - 1
     experts = rank.world_size
@@ -297,7 +297,7 @@ def test_bad_input() -> None:
 
 
 def _bad_id(rank: Rank, what: str) -> str:
-    """The launch ends the context, as a failed assertion does; the next call names place and value."""
+    """The launch ends the context, like a failed assertion. The next call names position and value."""
     device = start(rank, timeout=20)
     world, guilty = rank.world_size, rank.rank == 0 or what == "rows"
     x, ids = torch.ones(5, 64, device=device), torch.zeros(5, 2, dtype=torch.int32, device=device)

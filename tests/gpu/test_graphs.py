@@ -1,6 +1,6 @@
-"""CUDA graphs: every collective captured and replayed, several in a graph, graphs in turn, graphs next to eager calls.
+"""CUDA graphs: every collective captured and replayed, several per graph, alternating graphs, graphs and eager calls.
 
-Inputs change between replays, so that a replay which did nothing is seen.
+Inputs change between replays, so that a replay that did nothing is detected.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ COUNTS = (5, 4096, 70_001, 3 << 20)
 
 
 class Case:
-    """One collective on fixed tensors: on the device, to be captured, and on the host, for the expected result."""
+    """One collective on fixed tensors: on the device for the capture, on the host for the expected result."""
 
     def __init__(self, name: str, count: int, rank: Rank, device: torch.device, dtype: torch.dtype) -> None:
         world = rank.world_size
@@ -96,7 +96,7 @@ def test_each_collective(name: str, world: int) -> None:
 
 
 def _several(rank: Rank) -> None:
-    """All collectives in one graph, two such graphs in turn, and eager calls between them on the same stream."""
+    """All collectives in one graph, two such graphs alternately, and eager calls between them on the same stream."""
     device = start(rank)
     dist.all_reduce(torch.ones(1, device=device))
     sets = [[Case(name, count, rank, device, torch.float32) for name in NAMES] for count in (1000, 40_000)]
@@ -122,7 +122,7 @@ def test_several_in_a_graph_two_graphs_and_eager(world: int) -> None:
 
 
 def _long_chain(rank: Rank) -> float:
-    """A thousand all-reduces a graph, replayed without a pause: counters, not constants."""
+    """A thousand all-reduces per graph, replayed without a pause: this needs counters, not constants."""
     device = start(rank)
     tensor = torch.ones(4096, device=device)
     dist.all_reduce(tensor)

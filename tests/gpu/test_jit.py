@@ -22,7 +22,7 @@ def test_the_probe_runs_on_every_gpu() -> None:
             found = _C._probe_device(device, size)
             assert found["device"] == torch.cuda.get_device_name(device)
     assert torch.cuda.current_device() == 0, "the caller's device stays"
-    torch.ones(8, device="cuda").sum().item()  # and PyTorch's context works on
+    torch.ones(8, device="cuda").sum().item()  # PyTorch's context still works
 
 
 FIRST_USE_INSIDE_A_CAPTURE = """
@@ -45,7 +45,7 @@ assert found["load_seconds"] > 0
 
 
 def test_first_use_inside_a_capture(tmp_path: Path) -> None:
-    """A kernel first met under capture is compiled and loaded beside it; the graph neither breaks nor holds it."""
+    """A kernel first used under capture is compiled and loaded outside of the graph, which stays intact."""
     environment = {**os.environ, "ARK_CACHE": str(tmp_path / "cold")}
     run = subprocess.run(
         [sys.executable, "-c", FIRST_USE_INSIDE_A_CAPTURE], env=environment, capture_output=True, text=True, timeout=240

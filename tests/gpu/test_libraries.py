@@ -12,7 +12,7 @@ from on_gpu import ENV, WORLD, run, start
 from support.rank import Rank
 from support.start import base_environment
 
-# DTensor's caches hold meshes, whose groups end with the script: these have ranks of their own.
+# DTensor's caches keep meshes, whose groups end with the script, so these run on their own ranks.
 KEEP_MESHES = ("fsdp2", "tensor_parallel", "checkpoint")
 SCRIPTS = Path(__file__).resolve().parents[1] / "distributed" / "scripts"
 
@@ -31,7 +31,7 @@ def test_script(name: str, world: int) -> None:
 
 
 def test_under_torchrun() -> None:
-    """As users start it: one process a GPU, the group from the environment."""
+    """As users start it: one process per GPU, with the group from the environment."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}"]
     environment = base_environment(**{name: value for name, value in ENV.items() if value is not None})
     done = subprocess.run(

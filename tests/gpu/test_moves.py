@@ -1,4 +1,4 @@
-"""Collectives on CUDA tensors that only move bytes, coalesced and functional forms, objects and sparse tensors."""
+"""Data-moving collectives on CUDA tensors, coalesced and functional forms, objects and sparse tensors."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _all_to_all(rank: Rank) -> None:
         dist.all_to_all_single(expected, mine)
         dist.all_to_all_single(output, mine.to(device))
         same(output, expected, what)
-        # In place, and with rows: from s to d go (s + 2 d + seed) % 5 rows, none at times.
+        # In place, and with rows: rank s sends (s + 2 d + seed) % 5 rows to rank d, possibly none.
         inplace = mine.to(device)
         dist.all_to_all_single(inplace, inplace)
         same(inplace, expected, what + " in place")

@@ -1,4 +1,4 @@
-"""NCCL as an entry of the dispatch table: results, streams, graphs, and what happens when a peer is lost behind it."""
+"""NCCL as an entry of the dispatch table: results, streams, graphs, and the loss of a peer during its operations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _group(rank: Rank, reduction: str = "exact", timeout: float = 60.0) -> Any:
 
 
 def _calls(rank: Rank, seed: int) -> dict[str, tuple[torch.Tensor, Any]]:
-    """Name -> a tensor that the operation reads and writes, or writes, and call(group, async)."""
+    """Maps a name to a tensor that the operation writes (and may read), and call(group, async)."""
     me, size, device = rank.rank, rank.world_size, torch.device("cuda", rank.rank)
     count = COUNT // size * size
     mine = [make_input(torch.float32, count, seed + index, me) for index in range(4)]
@@ -58,9 +58,9 @@ def _entries() -> list[dict[str, Any]]:
 
 
 def _results(rank: Rank) -> None:
-    """In the order of the streams, in any form, the results are those of a group that NCCL has no share in."""
+    """In stream order and in any form, the results are those of a group without NCCL."""
     start(rank)
-    earlier = len(_entries())  # of other tests on these ranks
+    earlier = len(_entries())  # from other tests on these ranks
     plain, exact, fast = dist.new_group(), _group(rank), _group(rank, "fast")
     sums = ("all_reduce", "reduce_scatter")
     for seed, later in enumerate((False, True)):
@@ -71,7 +71,7 @@ def _results(rank: Rank) -> None:
             calls = _calls(rank, seed)
             torch.cuda.synchronize()
             with torch.cuda.stream(torch.cuda.Stream()):
-                busy(5)  # what does not wait for the stream comes too early
+                busy(5)  # anything that does not wait for the stream comes too early
                 for tensor, call in calls.values():
                     work = call(group, later)
                     if later:
@@ -96,7 +96,7 @@ def _graph(rank: Rank) -> None:
     device = start(rank)
     group = _group(rank)
     tensor = torch.full((COUNT,), -1.0, device=device)
-    dist.broadcast(tensor, 0, group=group)  # ranks meet, and NCCL is made
+    dist.broadcast(tensor, 0, group=group)  # ranks meet, and NCCL is created
     backend = group._get_backend(torch.device("cuda"))
     assert backend.cuda_carried == 1
     graph = torch.cuda.CUDAGraph()
@@ -125,7 +125,7 @@ def test_in_graphs() -> None:
 
 
 def _lost(rank: Rank) -> float:
-    """Broadcasts for ever; when the last rank is killed, the others go on without it."""
+    """Broadcasts until the last rank is killed. The others continue without it."""
     device = start(rank, timeout=120)
     group = _group(rank, timeout=120)
     tensor = torch.ones(16 << 20, device=device)
@@ -158,7 +158,7 @@ def test_killed() -> None:
 
 
 def _late(rank: Rank) -> str:
-    """Rank 0 never calls: the others give up ahead of NCCL, which would wait for ever."""
+    """Rank 0 never calls: the others time out before NCCL, which would wait forever."""
     device = start(rank)
     tensor = torch.ones(COUNT, device=device)
     group = _group(rank, timeout=TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Peer access: GPUs that have it and are tested, values that go astray, and groups through memory of the host."""
+"""Peer access: GPUs with tested peer access, values that get lost, and groups through host memory."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_on_the_host_little_memory_is_pinned() -> None:
 
 
 def _sums(rank: Rank) -> None:
-    """All sizes of packets and chunks, dtypes and operations; each again and again, as counters only grow."""
+    """All sizes of packets and chunks, dtypes and operations, many times, because counters only grow."""
     device = start(rank)
     counts = (1, 1023, 65537, (1 << 20) + 3, (9 << 20) + 5)
     dtypes = (torch.bfloat16, torch.float32, torch.int64)
@@ -131,7 +131,7 @@ def test_moves_through_the_host() -> None:
 def _captured(rank: Rank) -> None:
     device = start(rank)
     tensors = [torch.zeros(count, device=device) for count in (1000, 3 << 20)]
-    for tensor in tensors:  # the first meets the others, and loads kernels
+    for tensor in tensors:  # the first one connects the ranks and loads kernels
         dist.all_reduce(tensor)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -166,13 +166,13 @@ def test_compressed_sums_through_the_host() -> None:
 
 
 def _beside_nccl(rank: Rank) -> None:
-    """NCCL has all_gathers of some sizes of a group on the host, as it has by itself where peer access is missing."""
+    """In a group on host memory NCCL carries all_gathers of some sizes, as it does by default without peer access."""
     device = start(rank)
     options = ark_torch.Options()
     options.disable_p2p = True
     options.cuda_dispatch = [(8, {"nccl_all_gather_from": 128 << 10, "nccl_all_gather_to": 8 << 20})]
     group = dist.new_group(pg_options=options)
-    for count, carried in ((1000, 0), (1 << 19, 1), (4 << 20, 1), (1 << 19, 2)):  # of float32, all ranks' together
+    for count, carried in ((1000, 0), (1 << 19, 1), (4 << 20, 1), (1 << 19, 2)):  # float32 elements over all ranks
         values = make_input(torch.float32, count // rank.world_size, 9, rank.rank)
         expected = torch.zeros(values.numel() * rank.world_size)
         found = expected.to(device)

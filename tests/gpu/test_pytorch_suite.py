@@ -1,10 +1,10 @@
 """PyTorch's own DistributedTest on GPUs: every body that NCCL runs, over groups of ark.
 
-The suite is imported as for NCCL, so the bodies are those for CUDA tensors; the group that they get is ark's. Bodies
-for what no GPU group does (CPU tensors, Gloo's and MPI's own features, more machines or ranks than there are) skip
-themselves, each for a reason listed here; any other skip is a failure, and so is any failure but those that name the
-backend. One set of ranks runs many bodies; one that failed is run once more on ranks of its own before it counts.
-The bodies are dealt to PARTS tests, so that shards share them. ARK_SUITE_ONLY=REGEX runs some of them.
+The suite is imported as for NCCL, so that bodies are those for CUDA tensors, but they get ark's group. Bodies for what
+no GPU group supports (CPU tensors, Gloo's and MPI's own features, more machines or ranks than there are) skip
+themselves, for a reason listed here. Any other skip is a failure, and so is any failure except those that name the
+backend. One set of ranks runs many bodies. A failed body runs once more on its own ranks before it counts. PARTS tests
+share the bodies, for the shards. ARK_SUITE_ONLY=REGEX runs some of them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EXPECTED_SKIPS = re.compile(
     r"Need at least \d CUDA devices|no torchvision|github.com/pytorch/pytorch/issues|Test is failing|flakiness|"
     r"Currently failing in NVIDIA"
 )
-# body -> what its failure must say: the name that PyTorch itself checks, and nothing else.
+# body -> the required failure: the name that PyTorch itself checks, and nothing else.
 FAIL_BY_NAME = {
     "test_get_backend": r"'?ark'? != 'nccl'",
     "test_ddp_profiling_execution_trace": r"'?ark'? != 'nccl'",
@@ -45,13 +45,13 @@ FAIL_BY_NAME = {
 }
 
 
-# Over NCCL it fails bit for bit alike: a DDP with a static graph that is saved and loaded between two steps no longer
-# averages (PyTorch 2.11, on GPUs). So those two steps are left out, and all others run.
+# It fails over NCCL in the same way: a DDP with a static graph that is saved and loaded between two steps no longer
+# averages (PyTorch 2.11, on GPUs). So those two steps are skipped, and all others run.
 WITHOUT_RELOAD = {"test_DistributedDataParallel"}
 
 
 def _prepare(rank: Rank) -> None:
-    """Before the suite is imported, and before each body."""
+    """Called before the suite is imported, and before each body."""
     torch.cuda.set_device(rank.rank)
     scratch = str(rank.scratch)
     os.environ.update(BACKEND="nccl", INIT_METHOD=f"file://{scratch}/none", TEMP_DIR=scratch, MASTER_ADDR="127.0.0.1")
@@ -68,7 +68,7 @@ def _body(rank: Rank, name: str) -> str:
 
 
 class Suite:
-    """Ranks that run bodies, started anew after each failure."""
+    """Ranks that run bodies, restarted after each failure."""
 
     def __init__(self, world: int) -> None:
         self.world = world
@@ -89,7 +89,7 @@ def suites() -> Iterator[dict[int, Suite]]:
         suite.crew.finish()
 
 
-@pytest.mark.limit(1500)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("world", [count for count in (2, 4) if count <= GPUS])
 def test_bodies(suites: dict[int, Suite], world: int, part: int) -> None:

@@ -1,7 +1,7 @@
-"""Registered memory: tensors of the shareable pool, mapped by all ranks, used in place; the same bits as ever.
+"""Registered memory: tensors of the shareable pool, mapped by all ranks and used in place, with unchanged bits.
 
-`_EARLY` takes the way in place from small sizes on, so that every operation goes it at many sizes; the measured table
-does from sizes at which it wins.
+`_EARLY` uses the in-place path from small sizes on, to test every operation at many sizes. The measured table uses it
+from the sizes at which it is faster.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _values(count: int, dtype: torch.dtype, rank: int, seed: int) -> torch.Tenso
 def _every_operation(
     out: torch.Tensor, source: torch.Tensor, rank: Rank, what: str, captured: bool = False, but: Sequence[str] = ()
 ) -> None:
-    """`out` and `source` have world * n elements each; what lies in them is written over. `but`: are left out."""
+    """`out` and `source` have world * n elements each and are overwritten. `but` names operations to skip."""
     world, n = rank.world_size, out.numel() // rank.world_size
     calls: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
         "all_reduce": lambda o, s: dist.all_reduce(o),
@@ -81,7 +81,7 @@ def _every_operation(
             out.copy_(outs)
             call(out, source)
         call(outs, sources)
-        # What reduce leaves elsewhere than on its destination is not said.
+        # reduce defines its result only on the destination.
         if name != "reduce" or rank.rank == world - 1:
             same(out, outs, f"{name}, {what}, {out.numel()} of {out.dtype}")
         dist.barrier()
@@ -98,10 +98,11 @@ def _operations(rank: Rank, early: bool) -> None:
     assert backend.cuda_carrier == "ark" and backend.cuda_registered_bytes == 4 * most
     plain = torch.empty(most, dtype=dtype, device=device)
     for count in counts:
-        for offset in (0, 24 + 8 * rank.rank, 3) if early else (8,):  # one place, another on each rank, unaligned
+        for offset in (0, 24 + 8 * rank.rank, 3) if early else (8,):  # the same offset, another on each rank, unaligned
             _every_operation(mine[offset : offset + count], other[offset : offset + count], rank, f"at {offset}")
         mixed = mine if rank.rank % 2 == 0 else plain
-        # By copy engines, as the measured table has these two at this size, that is an error: test_copy_engines.py.
+        # The measured table uses copy engines for these two at this size, and they refuse mixed memory:
+        # test_copy_engines.py.
         large = () if early else ("all_reduce", "all_gather")
         _every_operation(mixed[:count], other[:count], rank, "some ranks' out is registered", but=large)
         _every_operation(mine[:count], mine[:count].clone(), rank, "in a graph", captured=True)
@@ -157,7 +158,7 @@ def _errors(rank: Rank) -> None:
     last = rank.world_size - 1
     good = _pooled(1000, torch.float32, device)
 
-    def one(bad: Any) -> Any:  # the last rank's is bad, and all are told
+    def one(bad: Any) -> Any:  # only the last rank's argument is bad; all get the error
         return bad if rank.rank == last else good
 
     told = f"rank {last}.*"
@@ -174,7 +175,7 @@ def _errors(rank: Rank) -> None:
         sink += 1
         _raises(ValueError, "graph is being captured", lambda: register(good))
     graph.replay()
-    assert sink.item() == 1  # the capture was not broken
+    assert sink.item() == 1  # the capture survived
     if rank.world_size > 1:
         some = dist.new_group([0])
         if rank.rank == 0:
@@ -222,7 +223,7 @@ def _flat(rank: Rank) -> None:
             whole.fill_(1)
             dist.all_reduce(whole)
             del whole
-        if step % 5 == 0:  # another group's registration ends with that group
+        if step % 5 == 0:  # a registration in another group ends with that group
             group = dist.new_group()
             assert register(registered[0], group)
             dist.destroy_process_group(group)
@@ -241,13 +242,13 @@ def _flat(rank: Rank) -> None:
         assert held["mappings"] <= first["mappings"] + 20, seen
 
 
-@pytest.mark.limit(200)
+@pytest.mark.timeout(200)
 def test_a_hundred_registrations_leave_nothing() -> None:
     run(_flat, own=True)
 
 
 def _freed(rank: Rank) -> None:
-    """Memory that goes while it is registered stays the group's until its end, and no other memory takes its place."""
+    """Memory freed while registered stays the group's until its end. No other memory takes its place."""
     device, backend = _begin(rank, True)
     own = torch.cuda.MemPool(allocator())
     with torch.cuda.use_mem_pool(own):
@@ -281,7 +282,7 @@ def _allocation(rank: Rank) -> None:
     assert backend.supports_tensor_alloc(device)
     tensor = backend.allocate_tensor(3 * MB, dtype=torch.bfloat16, device=torch.device("cuda"))
     assert tensor.shape == (3 * MB,) and tensor.dtype is torch.bfloat16 and tensor.device == device
-    if rank.rank == 0:  # no collective
+    if rank.rank == 0:  # not a collective
         backend.allocate_tensor(5, dtype=torch.float32, device=device)
     assert register(tensor)
     deregister(tensor)
@@ -293,7 +294,7 @@ def _allocation(rank: Rank) -> None:
     assert first >= 36 * MB
     with torch.cuda.use_mem_pool(own):
         tensors += [torch.empty(12 * MB, dtype=torch.float32, device=device)]
-    backend.register_mem_pool(own)  # what has grown
+    backend.register_mem_pool(own)  # only what has been added
     assert backend.cuda_registered_bytes >= first + 48 * MB
     for seed, one in enumerate(tensors):
         values = _values(one.numel(), one.dtype, rank.rank, seed)

@@ -1,9 +1,9 @@
 """Every family of kernels under compute-sanitizer: no access out of bounds, no race in shared memory.
 
-communicator_random is run once a rank, each under a sanitizer of its own; the seed chooses the families (0: packets and
-rings; 1: TMA chunks from small sizes on; 2: copy engines and the kernel that adds). First a planted error, because a
-sanitizer that does not work on this machine (some virtual ones) finds nothing either. ARK_TEST_SANITIZER_OPERATIONS
-says how many operations each run has.
+communicator_random runs one process per rank, each under its own sanitizer. The seed chooses the families (0: packets
+and rings; 1: TMA chunks from small sizes on; 2: copy engines and the kernel that adds). A planted error comes first,
+because on some (virtual) machines the sanitizer finds nothing. ARK_TEST_SANITIZER_OPERATIONS sets the number of
+operations per run.
 
 Loop kernels of torch.compile: a small one for every kind of task (compile_tasks.py).
 """
@@ -26,7 +26,7 @@ OPERATIONS = os.environ.get("ARK_TEST_SANITIZER_OPERATIONS", "40")
 RANKS = min(2, torch.cuda.device_count())
 LIMIT_S = 200.0
 TASKS = Path(__file__).resolve().parent / "compile_tasks.py"
-FOUND = 9  # the exit code of a run in which the sanitizer found something
+FOUND = 9  # exit code if the sanitizer found something
 
 PLANTED = r"""
 __global__ void beyond(int* values) { values[threadIdx.x + 1000000] = 1; }
@@ -45,7 +45,7 @@ int main(int count, char**) {
 
 
 def tool(name: str) -> str:
-    """The full path of a program of the CUDA Toolkit."""
+    """Returns the full path of a program of the CUDA Toolkit."""
     homes = [os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), "/usr/local/cuda"]
     path = os.pathsep.join([os.environ.get("PATH", ""), *(f"{home}/bin" for home in homes if home)])
     found = shutil.which(name, path=path)
@@ -74,7 +74,7 @@ def test_it_finds_what_is_planted(planted: Path, check: str) -> None:
     assert done.returncode == FOUND and what in done.stdout, f"{check} does not work here:\n{done.stdout}{done.stderr}"
 
 
-@pytest.mark.limit(LIMIT_S + 60)
+@pytest.mark.timeout(LIMIT_S + 60)
 @pytest.mark.parametrize(
     "check, seed",
     [("memcheck", 0), ("memcheck", 1), ("memcheck", 2), ("racecheck", 0), ("racecheck", 1), ("synccheck", 1)],
@@ -113,7 +113,7 @@ def test_it_finds_what_is_planted_in_a_loop_kernel() -> None:
     assert done.returncode == FOUND and "Invalid __global__ read" in done.stdout, done.stdout[-4000:] + done.stderr
 
 
-@pytest.mark.limit(LIMIT_S + 60)
+@pytest.mark.timeout(LIMIT_S + 60)
 @pytest.mark.parametrize("check", ["memcheck", "racecheck", "synccheck"])
 def test_loop_kernels(check: str) -> None:
     begun = time.monotonic()

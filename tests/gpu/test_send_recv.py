@@ -1,4 +1,4 @@
-"""send and recv of CUDA tensors: no pattern waits for itself, pairs keep their order, refusals are clear."""
+"""send and recv of CUDA tensors: no pattern deadlocks, pairs keep their order, refusals are clear."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from on_gpu import GPUS, busy, run, same, start
 from support.rank import Rank
 from support.reference import ALL_DTYPES, make_input
 
-COUNTS = (0, 1, 1023, 65537, (6 << 20) + 3)  # the last is far more than any ring holds
+COUNTS = (0, 1, 1023, 65537, (6 << 20) + 3)  # the last one far exceeds any ring
 
 
 def _pairs(rank: Rank) -> None:
@@ -23,7 +23,7 @@ def _pairs(rank: Rank) -> None:
             for work in works if me % 2 else reversed(works):
                 work.wait()
             same(got, make_input(dtype, count, seed, source), f"{dtype} {count}")
-    # Strided on both sides, and blocking calls.
+    # Strided on both sides, with blocking calls.
     wide = torch.zeros(1000, 2, device=device)
     if me % 2 == 0:
         sent = make_input(torch.float32, 2000, 1, me).to(device).view(1000, 2)[:, 1]
@@ -40,7 +40,7 @@ def test_pairs() -> None:
 
 
 def _all_sends_first(rank: Rank) -> None:
-    """Everybody sends to everybody, large, before anybody receives; then the other way round; then in a batch."""
+    """All ranks send large messages to all before any receives; then the reverse; then in a batch."""
     device = start(rank)
     world, me = rank.world_size, rank.rank
     others = [r for r in range(world) if r != me]
@@ -80,7 +80,7 @@ def _order(rank: Rank) -> None:
         reduced = torch.ones(100, device=device)
         dist.all_reduce(reduced, async_op=step % 2 == 0)
         got.append(torch.empty(1 + step * 1009, device=device))
-        works.append(dist.irecv(got[-1], source, tag=59 - step))  # tags are not looked at, as with NCCL
+        works.append(dist.irecv(got[-1], source, tag=59 - step))  # tags are ignored, as with NCCL
     for work in works:
         work.wait()
     for step, tensor in enumerate(got):
@@ -92,7 +92,7 @@ def test_order_beside_collectives() -> None:
 
 
 def _pipeline(rank: Rank) -> float:
-    """Forward and backward through the ranks, and a send is the first use of CUDA: each waits for the one before."""
+    """Forward and backward through the ranks. Each waits for the previous one, and a send is the first use of CUDA."""
     device = start(rank)
     world, me = rank.world_size, rank.rank
     value = torch.zeros(10_000, device=device)
@@ -157,7 +157,7 @@ def _to_oneself(rank: Rank) -> None:
         for k in range(2):
             same(got[k], sent[k], f"message {k} to oneself")
     assert beside.tolist() == [float((me - 1) % world)] * 5
-    # The batch's work covers them: issued on one stream, waited for on another. Parameters are sent like any other.
+    # The batch's work covers them: issued on one stream, awaited on another. Parameters are sent like other tensors.
     one, two = torch.cuda.Stream(), torch.cuda.Stream()
     source = make_input(torch.float32, 1 << 20, 5, me).to(device)
     for with_others in (False, True):
@@ -176,7 +176,7 @@ def _to_oneself(rank: Rank) -> None:
         assert works[0].is_completed() and works[0].is_success()
         same(read, source, f"to oneself, waited for on another stream, with others: {with_others}")
         assert copy.grad_fn is None and copy.is_leaf
-    # The ends on two streams, the later one first in time.
+    # The two ends are on different streams, the later one is issued first.
     copy = torch.zeros(1 << 20, device=device)
     torch.cuda.synchronize()
     with dist._coalescing_manager(device=device, async_ops=True) as manager:

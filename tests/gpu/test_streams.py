@@ -1,4 +1,4 @@
-"""Streams, events, futures and barriers: what ProcessGroupNCCL's users rely on, with work that is late on purpose."""
+"""Streams, events, futures and barriers as ProcessGroupNCCL's users need them, with deliberately late work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import ark_torch
 
 
 def _late_inputs(rank: Rank) -> None:
-    """Inputs that a busy stream has yet to write, and results that are read without a host ever waiting."""
+    """Inputs that a busy stream has yet to write, and results read without a host wait."""
     device = start(rank)
     world, total = rank.world_size, sum_of_ranks(rank.world_size)
     dist.all_reduce(torch.ones(1, device=device))
@@ -44,7 +44,7 @@ def test_streams_wait_and_the_host_does_not(world: int) -> None:
 
 
 def _order_over_streams(rank: Rank) -> None:
-    """Collectives of one group on changing streams, synchronous and not, without a wait between them."""
+    """Collectives of one group on changing streams, synchronous or not, without a wait between them."""
     device = start(rank)
     streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream(priority=-1)]
     tensors, works = [], []
@@ -67,7 +67,7 @@ def test_order_over_streams() -> None:
 
 
 def _dropped(rank: Rank) -> None:
-    """Tensors of works that nobody waits for are not given away while the device uses them."""
+    """Tensors of works that nobody waits for are not reused while the device uses them."""
     device = start(rank)
     dist.all_reduce(torch.ones(1, device=device))
     torch.cuda.synchronize()
@@ -86,12 +86,12 @@ def _dropped(rank: Rank) -> None:
         assert kept.unique().tolist() == [rank.world_size]
     del kept
     torch.cuda.synchronize()
-    ark_torch.flight_record()  # looks at the device, which lets go of what was dropped
+    ark_torch.flight_record()  # polls the device, which releases what was dropped
     assert torch.cuda.memory_allocated() <= base
 
 
 def _waited_elsewhere(rank: Rank) -> None:
-    """A staged copy outlives a wait on another stream than the one that would use its memory again."""
+    """A staged copy outlives a wait on another stream than the one that would reuse its memory."""
     device = start(rank)
     side = torch.cuda.Stream()
     for _ in range(20):

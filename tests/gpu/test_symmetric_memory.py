@@ -1,4 +1,4 @@
-"""PyTorch's symmetric memory (its CUDA backend, multicast off) over a group of ark, which gives it the Store."""
+"""PyTorch's symmetric memory (its CUDA backend, multicast off) over an ark group, which provides the Store."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.rank import Rank
 
 def _begin(rank: Rank) -> torch.device:
     device = start(rank)
-    if symm_mem.get_backend(device) != "CUDA":  # fixed by the first allocation of a process
+    if symm_mem.get_backend(device) != "CUDA":  # a process fixes it at its first allocation
         symm_mem.set_backend("CUDA")
     return device
 
@@ -22,7 +22,7 @@ def _integers(count: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _reductions(rank: Rank) -> None:
-    """Sums of small integers, exact in every order: theirs and ours agree to the bit, also in one graph."""
+    """Sums of small integers, exact in every order: both implementations agree bit for bit, also in one graph."""
     device = _begin(rank)
     group = dist.group.WORLD
     assert group is not None
@@ -40,7 +40,7 @@ def _reductions(rank: Rank) -> None:
             handle.barrier()
             torch.ops.symm_mem.two_shot_all_reduce_(tensor, "sum", group.group_name)
             same(tensor, expected.cpu(), f"two-shot {dtype} {count} {repeat}")
-        # Ours reads and writes their memory as any other.
+        # Our collectives use its memory like any other.
         tensor.copy_(values)
         handle.barrier()
         dist.all_reduce(tensor)
@@ -62,7 +62,7 @@ def test_reductions() -> None:
 
 
 def _peers(rank: Rank) -> None:
-    """Buffers of peers, signals, and the all-gather that goes through them."""
+    """Buffers of peers, signals, and the all-gather through them."""
     device = _begin(rank)
     group = dist.group.WORLD
     assert group is not None

@@ -33,7 +33,7 @@ def _bits(rank: Rank, world: int, name: str, dropout: float) -> None:
     device = begin(rank, world)
     expected = by_hand(rank, world, name, device, dropout)
     assert_equal_runs(captured_run(rank, name, device, dropout, wrapped=world > 1), expected, "wrapped")
-    if name != "vit" or world == 1:  # whose running statistics are each rank's own without the wrapper
+    if name != "vit" or world == 1:  # its running statistics differ between ranks without the wrapper
         assert_equal_runs(captured_run(rank, name, device, dropout), expected, "plain")
     if dropout:
         assert len(set(expected[0].tolist())) == STEPS
@@ -86,7 +86,7 @@ def test_options(what: str, world: int) -> None:
 
 
 def _checkpointing(rank: Rank) -> None:
-    """What is computed again in the backward pass draws the same random numbers, in graphs too."""
+    """Recomputation in the backward pass draws the same random numbers, also in graphs."""
     device = begin(rank, 1)
     expected = by_hand(rank, 1, "gpt2", device, 0.3, loss=_checkpointed)
     assert_equal_runs(captured_run(rank, "gpt2", device, 0.3, loss=_checkpointed), expected)
@@ -99,7 +99,7 @@ def test_activation_checkpointing() -> None:
 
 
 def _outer_autocast(rank: Rank) -> None:
-    """A region around all steps covers their losses alone, and keeps no casts of weights from one step to the next."""
+    """A region around all steps covers only their losses, and keeps no casts of weights from one step to the next."""
     device = begin(rank, 1)
     expected = by_hand(rank, 1, "gpt2", device, loss=_autocast)
     with torch.autocast("cuda", torch.bfloat16):
@@ -130,7 +130,7 @@ def test_four_steps_a_launch(world: int) -> None:
 
 
 def _scaled(rank: Rank, world: int) -> None:
-    """A scale that is too large at first: steps are left out on the device, without a word to the host."""
+    """The scale is too large at first: the device skips steps without the host."""
     device = begin(rank, world)
 
     def loss(model: Any, batch: Any) -> Tensor:
@@ -227,7 +227,7 @@ def test_a_checkpoint_in_the_middle_gives_the_same_curve(world: int) -> None:
 
 
 def _loads(rank: Rank) -> None:
-    """A state that is loaded between two calls of the same step: graphs are recorded anew."""
+    """A state is loaded between two calls of the same step: graphs are recorded again."""
     device = begin(rank, 1)
     model = model_of("gpt2", device)
     optimizer = adam(model, device)
@@ -240,7 +240,7 @@ def _loads(rank: Rank) -> None:
     optimizer.load_state_dict(saved[1])
     assert [step(batch_of("gpt2", number, 0, device)).item() for number in range(6, 10)] == after
     assert step.captured
-    optimizer.param_groups[0]["lr"] = 0.0  # a number in the place of the tensor
+    optimizer.param_groups[0]["lr"] = 0.0  # a number in place of the tensor
     before = small.weights(model)
     optimizer.param_groups[0]["weight_decay"] = 0.0
     step(batch_of("gpt2", 10, 0, device))
@@ -283,7 +283,7 @@ def test_optimizers() -> None:
 
 
 def _memory(rank: Rank, world: int) -> tuple[float, float]:
-    """MB at the peak: the eager loop's and the captured step's."""
+    """Returns the peak MB of the eager loop and of the captured step."""
     device = begin(rank, world)
 
     def big() -> nn.Module:
@@ -329,4 +329,4 @@ def _memory(rank: Rank, world: int) -> tuple[float, float]:
 def test_memory(world: int) -> None:
     for eager, captured in run(_memory, world, world=world):
         print(f"\npeak of {world} ranks: eager {eager:.0f} MB, captured {captured:.0f} MB: x{captured / eager:.3f}")
-        assert captured <= eager * 1.05 + 3 * 4096 * 2048 * 4 / 1e6  # the batch: given, fixed
+        assert captured <= eager * 1.05 + 3 * 4096 * 2048 * 4 / 1e6  # the batch: the given one and the fixed one

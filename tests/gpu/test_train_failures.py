@@ -1,4 +1,4 @@
-"""Steps that cannot be captured run eagerly, say why, and leave the device, its streams and its random numbers well."""
+"""Steps that cannot be captured run eagerly with a reason, and leave device, streams and random numbers intact."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _waits(model: Any, batch: Any) -> Tensor:
 
 
 class _HookWaits(torch.autograd.Function):
-    """A hook of the backward pass that asks for a value."""
+    """A hook of the backward pass that reads a value."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def _raises(model: Any, batch: Any) -> Tensor:
     return value
 
 
-# The loss, what the reason says, and the line of the loss that it names; 0: none.
+# The loss, the reason's text, and the line of the loss that it names (0: none).
 CANNOT: dict[str, tuple[Any, str, int]] = {
     "item": (_item, "makes the host wait", 2),
     "branch": (_branch, "makes the host wait", 2),
@@ -85,7 +85,7 @@ CANNOT: dict[str, tuple[Any, str, int]] = {
 
 
 def _cannot(rank: Rank, world: int, what: str) -> str:
-    """The step runs eagerly, with the bits of the loop, dropout and all; the device and its streams are well."""
+    """The step runs eagerly with the loop's bits, dropout included. The device and its streams still work."""
     device = begin(rank, world)
     loss, _, _ = CANNOT[what]
     expected = by_hand(rank, world, "gpt2", device, 0.2, loss=loss, steps=8)
@@ -103,7 +103,7 @@ def _cannot(rank: Rank, world: int, what: str) -> str:
     noise.record_stream(torch.cuda.current_stream())
     torch.cuda.current_stream().wait_stream(side)
     assert noise.isfinite().all().item()
-    other = model_of("gpt2", device, 0.2)  # and another step can be captured
+    other = model_of("gpt2", device, 0.2)  # another step can still be captured
     again = capture(other, adam(other, device), small.loss, bucket_mb=0.02)
     for number in range(6):
         again(batch_of("gpt2", number, rank.rank, device))

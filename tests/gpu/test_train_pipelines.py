@@ -1,4 +1,4 @@
-"""Pipeline schedules on GPUs: sends and receives within the graph of a captured step, several at once, a lost peer."""
+"""Pipeline schedules on GPUs: sends and receives in a captured step's graph, several at once, a lost peer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _loop(rank: Rank, name: str) -> None:
     assert step.captured, step.reason
     for number, weights in by_hand.weights().items():
         for one, two in zip(weights, captured.weights()[number], strict=True):
-            torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)  # AdamW's forms round otherwise
+            torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)  # AdamW's forms round differently
 
 
 @pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble"])
@@ -53,7 +53,7 @@ def test_the_weights_of_a_loop(name: str) -> None:
 
 
 def _together(rank: Rank) -> None:
-    """Two schedules in two groups, whose steps alternate, and collectives of the default group between them."""
+    """Two schedules in two groups with alternating steps, and collectives of the default group in between."""
     device = start(rank)
     groups = [dist.new_group() for _ in range(2)]
     staged = [

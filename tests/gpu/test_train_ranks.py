@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from support import recommending
 from support import training as small
 from support.rank import Rank
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from training_support import adam, batch_of, begin, kill_the_last, model_of, until_a_peer_dies
 
+from ark_torch.distributed import compression
 from ark_torch.train import capture
 
 
@@ -24,7 +27,7 @@ def _item(model: Any, batch: Any) -> Tensor:
     return value
 
 
-def _sharded(rank: Rank) -> str:
+def _sharded(rank: Rank, compresses: bool) -> str:
     """Captured, or eager with a reason: the same bits either way."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -37,6 +40,8 @@ def _sharded(rank: Rank) -> str:
         for block in model.blocks:  # type: ignore[union-attr]
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
+        if compresses:
+            compression.fsdp(model, compression.State(bits=4, exact_below=256))
         optimizer = adam(model, device, same_form=not captured)
         step = capture(model, optimizer, small.loss, max_norm=0.5) if captured else None
         for number in range(10):
@@ -56,13 +61,14 @@ def _sharded(rank: Rank) -> str:
     return reason
 
 
-def test_fully_shard() -> None:
-    reasons = run(_sharded, own=True)  # DTensor's caches hold meshes, whose groups end with the body
+@pytest.mark.parametrize("compresses", [False, True])
+def test_fully_shard(compresses: bool) -> None:
+    reasons = run(_sharded, compresses, own=True)  # DTensor's caches keep meshes, whose groups end with the body
     print(f"\nfully_shard: {reasons[0]}")
 
 
 def _tables(rank: Rank, sharding: str, adapts: bool) -> None:
-    """Embedding tables that are split over the ranks: no host counts in the step, which is one graph."""
+    """Embedding tables distributed over the ranks: the host counts nothing in the step, which is one graph."""
     from ark_torch.ops import RowwiseAdagrad
 
     device = begin(rank, WORLD)
@@ -86,6 +92,36 @@ def test_tables_that_are_split(sharding: str, adapts: bool) -> None:
     run(_tables, sharding, adapts)
 
 
+def _compressed(rank: Rank, bits: int, on_host: bool) -> None:
+    """DDP's compression hook: replays have the bits of eager steps over the same buckets."""
+    if on_host:
+        os.environ["ARK_DISABLE_P2P"] = "1"
+    device = begin(rank, WORLD)
+    weights = []
+    for warmup in (2, 100):
+        model = model_of("gpt2", device)
+        ddp = DistributedDataParallel(model, device_ids=[device.index])
+        state = compression.State(bits=bits, rounding="nearest", module=ddp, exact_below=256)
+        ddp.register_comm_hook(state, compression.hook)
+        step = capture(ddp, adam(ddp, device), small.loss, bucket_mb=0.05, warmup=warmup)
+        losses = [step(batch_of("gpt2", number, rank.rank, device)) for number in range(10)]
+        assert step.captured == (warmup == 2), step.reason
+        assert torch.stack(losses).isfinite().all() and 0 < 2 * state.bytes_sent < state.bytes_exact
+        assert (bits == 8) == all(layer.residual is None for layer in state.layers)
+        weights.append(small.weights(model).to(device))
+        step.close()
+    assert torch.equal(weights[0], weights[1]), (weights[0] - weights[1]).abs().max()
+    every = [torch.empty_like(weights[0]) for _ in range(WORLD)]
+    dist.all_gather(every, weights[0])
+    assert all(torch.equal(one, weights[0]) for one in every)
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_compressed_gradients(bits: int, on_host: bool) -> None:
+    run(_compressed, bits, on_host, own=on_host)
+
+
 def _one_cannot(rank: Rank) -> str:
     device = begin(rank, WORLD)
     model = model_of("gpt2", device)
@@ -107,7 +143,7 @@ def test_one_rank_that_cannot_capture() -> None:
 
 
 def _shapes(rank: Rank) -> list[bool]:
-    """Rank 1 meets a new shape where the others replay."""
+    """Rank 1 gets a new shape while the others replay."""
     device = begin(rank, WORLD)
     model = model_of("gpt2", device)
     step = capture(model, adam(model, device), small.loss, bucket_mb=0.02)

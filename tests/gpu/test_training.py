@@ -1,4 +1,4 @@
-"""What trains over the group on GPUs: DDP and FSDP2, against NCCL and against one process that sees every batch."""
+"""Training over the group on GPUs: DDP and FSDP2, compared with NCCL and with one process that sees every batch."""
 
 from __future__ import annotations
 
@@ -81,11 +81,11 @@ def _fsdp2(rank: Rank) -> None:
 
 
 def test_fsdp2() -> None:
-    run(_fsdp2, own=True)  # DTensor's caches hold meshes, whose groups end with the body
+    run(_fsdp2, own=True)  # DTensor's caches keep meshes, whose groups end with the body
 
 
 def _mixed(rank: Rank) -> None:
-    """One backend for each device type, as some programs name them."""
+    """One backend per device type, as some programs name them."""
     device = start(rank, backend="cpu:gloo,cuda:ark")
     tensor, on_host = torch.ones(5, device=device), torch.ones(5)
     dist.all_reduce(tensor)

@@ -1,4 +1,4 @@
-"""The CUDA autotune: it measures, writes a table beside what the file holds, and groups take rank 0's numbers."""
+"""The CUDA autotune measures, adds a table to the file's content, and groups use rank 0's numbers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_tool_writes_a_table(tmp_path: Path) -> None:
 
 
 def _rank_0_decides(rank: Rank) -> None:
-    """Every rank with another table, which would hang if each followed its own."""
+    """Every rank has another table. If each followed its own, they would hang."""
     torch.cuda.set_device(rank.rank)
     options = complete(ark_torch.Options())
     numbers = {"one_shot_to": 0 if rank.rank == 0 else 1 << 20, "chunks_from": 1024 << (8 * rank.rank)}

@@ -1,7 +1,7 @@
-"""What the tests of the captured step share: the loop written by hand that it takes the place of, and the step's run.
+"""Shared by the tests of the captured step: the equivalent hand-written loop, and the step's run.
 
-The loop has an optimizer of the same form (fused, rates as tensors), over DDP and the same group where there are
-several ranks. Operators whose gradients are added in no fixed order are switched off.
+The loop uses the same form of optimizer (fused, rates as tensors), and with several ranks DDP over the same group.
+Operators that add gradients in no fixed order are disabled.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def exact() -> None:
 
 
 def begin(rank: Rank, world: int) -> torch.device:
-    """In a group where there are several ranks; alone, without any."""
+    """Joins a group if there are several ranks."""
     exact()
     if world > 1:
         return start(rank)
@@ -68,7 +68,7 @@ def by_hand(
     rank: Rank, world: int, name: str, device: torch.device, dropout: float = 0.0, max_norm: float | None = None,
     parts: int = 1, loss: Any = small.loss, steps: int = STEPS, scheduled: bool = False, lengths: Any = (12,),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The loop that the step takes the place of."""
+    """The loop that the step replaces."""
     model = model_of(name, device, dropout)
     wrapped: nn.Module = DDP(model, device_ids=[device.index]) if world > 1 else model
     optimizer = adam(model, device, same_form=True)
@@ -113,7 +113,7 @@ def captured_run(
             batch = small.batch(name, number, 10 * part + rank.rank, length=length)
             if not host:
                 batch = {key: value.to(device) for key, value in batch.items()}
-            elif host == "pinned":  # filled again at once: the step has read it when it returns
+            elif host == "pinned":  # refilled at once, because the step has read it when it returns
                 for key, value in batch.items():
                     buffer.setdefault(key, torch.empty_like(value).pin_memory()).copy_(value)
                 batch = buffer
@@ -134,7 +134,9 @@ def assert_equal_runs(ours: tuple[Tensor, Tensor], expected: tuple[Tensor, Tenso
 
 
 def until_a_peer_dies(rank: Rank, device: torch.device, call: Callable[[int], Any], step: CapturedStep) -> float:
-    """Calls with the number of the call for ever, reports "running" when it replays, and goes on without the last."""
+    """Calls `call` with its number until a peer dies, reports "running" once it replays, and continues without the
+    last.
+    """
     number = 0
     try:
         while True:
@@ -150,7 +152,7 @@ def until_a_peer_dies(rank: Rank, device: torch.device, call: Callable[[int], An
 
 
 def kill_the_last(body: Any, *args: Any, case: str) -> None:
-    """The last of the ranks that run the body until a peer dies is killed: the others name it in time, and go on."""
+    """Kills the last of the ranks that run the body. The others must name it in time, and continue."""
     victim = WORLD - 1
     with Job(body, WORLD, *args, env=ENV) as job:
         job.wait_all("running", timeout=240)

@@ -1,6 +1,6 @@
-"""The real compiler of CUDA kernels on a machine without a GPU: every kernel for every architecture, the cache, errors.
+"""The real CUDA compiler on a machine without a GPU: every kernel for every architecture, the cache, errors.
 
-NVRTC comes with `pip install .[dev]`; without it (another processor than x86-64) these tests have nothing to test.
+`pip install .[dev]` installs NVRTC. Without it (on processors other than x86-64) there is nothing to test.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def test_each_kind_of_kernel_compiles(arch: str) -> None:
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_products_keep_their_sums_in_registers(every: bool) -> None:
-    """Of each thread that multiplies 64 rows, up to 128: nothing of them may go to memory."""
+    """A thread that multiplies 64 rows holds up to 128 sums, none of which may spill to memory."""
     found = 0
     for job in compile_kernels.jobs_of([HOPPER], "^(matmul|moe_product)_", every):
         result = compile_kernels.compile_one(job)
@@ -93,13 +93,13 @@ def test_codes_stay_in_registers(every: bool) -> None:
     for job in jobs:
         [kernel] = compile_kernels.compile_one(job).kernels
         assert job.name.startswith(kernel["name"].removesuffix("_fed")[:10])
-        # What calls a function, to tell of a lost peer, may keep some words across the call.
+        # Calls of functions that report a lost peer may keep some words on the stack.
         assert kernel["spilled"] <= 64 and kernel["registers"] <= 128, (job.name, kernel)
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_rows_are_added_in_registers(every: bool) -> None:
-    """Gradients of embedding rows. Division is a function: with mode "mean", and for single elements, it has words."""
+    """Gradients of embedding rows. Division (mode "mean", and single elements) is a function that needs some words."""
     found = 0
     for job in compile_kernels.jobs_of([HOPPER], "^embedding_gradient", every):
         kernels = {kernel["name"]: kernel for kernel in compile_kernels.compile_one(job).kernels}

@@ -1,4 +1,4 @@
-"""A thousand steps of the example's DLRM: copies of the MLPs stay alike to the bit, and a run repeats to the bit."""
+"""A thousand steps of the example's DLRM: the MLPs' replicas stay bit-identical, and a run repeats bit for bit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def digest(tensors: Any) -> str:
 
 
 def _train(rank: Rank, sharding: str, steps: int) -> tuple[str, str, float, float]:
-    """Digests of the MLPs and of this rank's tables, AUC before and after."""
+    """Returns digests of the MLPs and of this rank's tables, and the AUC before and after."""
     sys.path.insert(0, str(EXAMPLES))
     import dlrm
 

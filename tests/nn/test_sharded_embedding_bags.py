@@ -1,4 +1,4 @@
-"""ark_torch.nn.ShardedEmbeddingBags on CPU ranks: against one process, its inputs, checkpoints, misuse."""
+"""ark_torch.nn.ShardedEmbeddingBags on CPU ranks: comparison with one process, inputs, checkpoints, misuse."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHARDINGS = ("table_wise", "row_wise")
 
 
 class Jagged:
-    """What TorchRec's KeyedJaggedTensor offers."""
+    """The interface of TorchRec's KeyedJaggedTensor."""
 
     def __init__(self, values: Tensor, lengths: Tensor, weights: Tensor | None, keys: list[str]) -> None:
         self._values, self._lengths, self._weights, self._keys = values, lengths, weights, keys
@@ -42,7 +42,7 @@ class Jagged:
 
 
 class Batch:
-    """Bags of one rank's samples: of no and of several indices."""
+    """Bags of one rank's samples, empty ones and larger ones."""
 
     def __init__(self, rank: int, seed: int, batch: int = 6, index: torch.dtype = torch.int64) -> None:
         generator = torch.Generator().manual_seed(1000 * seed + rank)
@@ -62,7 +62,7 @@ class Batch:
 
 
 def alone(mode: str, dtype: torch.dtype = torch.float32) -> nn.ModuleDict:
-    """The same tables in one process, as every rank draws them."""
+    """Returns the same tables in one process, as every rank draws them."""
     torch.manual_seed(5)
     return nn.ModuleDict(
         {name: nn.EmbeddingBag(rows, dim, mode=mode, dtype=dtype) for name, (rows, dim) in TABLES.items()}
@@ -81,7 +81,7 @@ def whole(bags: nn.ModuleDict) -> dict[str, Tensor]:
 
 
 def gathered(module: ShardedEmbeddingBags, field: str = "weight") -> dict[str, Tensor]:
-    """Whole tables, on all ranks."""
+    """Returns whole tables on all ranks."""
     mine = {name: (one.first, getattr(one, field).detach()) for name, one in module.tables.items()}
     parts: list[Any] = [None] * module.ranks
     dist.all_gather_object(parts, mine, group=module.group)
@@ -94,7 +94,7 @@ def gathered(module: ShardedEmbeddingBags, field: str = "weight") -> dict[str, T
 
 
 def _alike(rank: Rank, sharding: str) -> None:
-    """Results, dense and sparse gradients, and the update in place, beside one process that sees all samples."""
+    """Compares results, dense and sparse gradients, and in-place updates with one process that sees all samples."""
     rank.init()
     torch.set_num_threads(1)
     me, world = rank.rank, rank.world_size
@@ -138,7 +138,7 @@ def test_like_one_process(world: int, sharding: str) -> None:
 
 
 def _inputs(rank: Rank, sharding: str) -> None:
-    """A KeyedJaggedTensor's methods, int32, bags of one length, a last offset: the same numbers."""
+    """A KeyedJaggedTensor's methods, int32, bags of equal length, a last offset: the same numbers."""
     rank.init()
     torch.set_num_threads(1)
     me = rank.rank
@@ -171,7 +171,7 @@ def test_inputs(sharding: str) -> None:
 
 
 def _fixed_sizes(rank: Rank, sharding: str) -> None:
-    """With max_values, as on GPUs: the bits of exchanges that the host counts; room behind the indices is not seen."""
+    """max_values, as on GPUs, gives the bits of exchanges with counts. Data after the indices is not read."""
     rank.init()
     torch.set_num_threads(1)
     batch = Batch(rank.rank, seed=6)
@@ -194,7 +194,7 @@ def _fixed_sizes(rank: Rank, sharding: str) -> None:
                 out.backward(batch.gradient)
             for one, other in zip(plain.parameters(), fixed.parameters(), strict=True):
                 assert torch.equal(one, other), (mode, weighted)
-    checked = ShardedEmbeddingBags(TABLES, sharding=sharding, max_values=rooms)  # on CPUs the host counts after all
+    checked = ShardedEmbeddingBags(TABLES, sharding=sharding, max_values=rooms)  # on CPUs the host still counts
     assert torch.equal(
         checked(batch.jagged(False)), ShardedEmbeddingBags(TABLES, sharding=sharding)(batch.jagged(False))
     )
@@ -216,7 +216,7 @@ def test_buffers_of_fixed_sizes(world: int, sharding: str) -> None:
 
 
 def _placed(rank: Rank) -> None:
-    """The largest tables first, to the rank with the least; first values are the same however tables are split."""
+    """The largest tables come first, to the rank with the least. Initial values do not depend on the sharding."""
     rank.init()
     module = ShardedEmbeddingBags([(10, 4), (100, 4), (60, 4), (45, 4), (1, 4)])
     assert module.owners == [0, 0, 1, 1, 1], module.owners
@@ -261,7 +261,7 @@ def _save(rank: Rank, sharding: str, folder: str) -> dict[str, dict[str, Tensor]
 
 
 def _load(rank: Rank, sharding: str, folder: str, wanted: dict[str, dict[str, Tensor]]) -> None:
-    """And goes on with the state that was loaded: the update sees it."""
+    """Loads a state and continues: the update uses it."""
     rank.init()
     torch.set_num_threads(1)
     torch.manual_seed(99)
@@ -298,7 +298,7 @@ def test_checkpoint_into_the_other_sharding(tmp_path: Path) -> None:
 
 
 def _moved(rank: Rank) -> None:
-    """Of another dtype, the state follows the parameters that it is of."""
+    """With another dtype, the state follows its parameters."""
     rank.init()
     for sharding in SHARDINGS:
         module = trained(rank, sharding, torch.bfloat16)
@@ -320,7 +320,7 @@ def test_dtypes_and_frozen_tables() -> None:
 
 
 def _few(rank: Rank) -> None:
-    """More ranks than tables, and than rows: a rank that has nothing takes part."""
+    """More ranks than tables and than rows: a rank that has nothing still takes part."""
     rank.init()
     torch.set_num_threads(1)
     tables = {"a": (2, 4)}

@@ -37,7 +37,7 @@ def test_random_shapes(world: int) -> None:
 
 
 def _carried(rank: Rank, seed: int) -> None:
-    """A group that shares no memory, carried by Gloo; and rows that no piece holds."""
+    """A group without shared memory, carried by Gloo, and rows larger than a piece."""
     import ark_torch
 
     rank.init(pg_options=ark_torch.Options())
@@ -56,7 +56,7 @@ def test_without_shared_memory_and_long_rows() -> None:
 
 
 def _like_pytorch(rank: Rank) -> None:
-    """The unfused form over the same group, in float32: the same bits where torch adds in the same order."""
+    """Compares with the unfused form over the same group, in float32: equal bits where torch adds in the same order."""
     rank.init()
     me, world = rank.rank, rank.world_size
     case = Case([3] * world, 16, 32, seed=5)
@@ -76,7 +76,7 @@ def test_like_pytorchs_own() -> None:
 
 
 def _gradcheck(rank: Rank, mode: str, weighted: bool) -> None:
-    """Numerical gradients: every rank nudges the same element of its own table, and takes the sum of all results."""
+    """Numerical gradients: every rank perturbs the same element of its own table, and adds up all results."""
     rank.init()
     me, world = rank.rank, rank.world_size
     case = Case([2] * world, 3, 4, torch.float64, mode=mode, weighted=weighted, seed=4)
@@ -217,7 +217,7 @@ def spoilt(what: str, spoil: bool) -> dict[str, Any]:
 
 
 def _bad(rank: Rank) -> None:
-    """One rank's mistake is an error on all, at once, and the group goes on."""
+    """One rank's mistake is an error on all ranks at once, and the group still works."""
     rank.init(timeout=20)
     for what, (text, kind) in BAD.items():
         culprit = rank.rank == 1
@@ -271,7 +271,7 @@ def test_another_backend() -> None:
 
 
 def _groups(rank: Rank) -> None:
-    """Two groups with other members, in turns."""
+    """Two groups with different members, in turns."""
     rank.init()
     me = rank.rank
     pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
@@ -290,11 +290,11 @@ def test_two_groups() -> None:
 
 
 def _compiled(rank: Rank, backend: str) -> None:
-    """The shape known, or found by each call; forward and backward; on a rank without tables, too."""
+    """With a known shape, or one that each call finds; forward and backward; also on a rank without tables."""
     rank.init()
     torch.set_num_threads(1)
     cases = (([2, 1], True), ([2, 1], False), ([2, 0], False))
-    for tables, known in cases if "eager" in backend else cases[:1]:  # the others' compilers take their time
+    for tables, known in cases if "eager" in backend else cases[:1]:  # the others' compilers are slow
         _compare_compiled(Case(tables, 4, 6, seed=60), rank, backend, tables if known else None)
 
 
@@ -329,7 +329,7 @@ def test_compiled(backend: str) -> None:
 
 
 def _opcheck(rank: Rank) -> None:
-    """What PyTorch asks of an operator: schema, autograd, fake kernel."""
+    """PyTorch's checks of an operator: schema, autograd, fake kernel."""
     rank.init()
     part = draw(Case([2], 3, 4, seed=6), 0, 1)
     tables = [table.requires_grad_() for table in part.tables]
@@ -360,7 +360,7 @@ def test_what_pytorch_asks_of_an_operator() -> None:
 
 
 def _lost(rank: Rank) -> str:
-    """A rank that ends: the others are told within seconds, and whom they miss."""
+    """A rank ends: the others get an error within seconds that names it."""
     rank.init(timeout=60)
     embedding_bag_all_to_all(**spoilt("", False))
     if rank.rank == 1:

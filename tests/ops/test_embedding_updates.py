@@ -1,4 +1,4 @@
-"""Sparse gradients of embedding_bag_all_to_all, and its updates in place: bits on CPU ranks, misuse, compilers."""
+"""Sparse gradients of embedding_bag_all_to_all, and its in-place updates: bits on CPU ranks, misuse, compilers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_random_shapes(world: int) -> None:
 
 
 def _crowded(rank: Rank) -> None:
-    """Rows of more indices than are added up at a time, by several threads."""
+    """Rows with more indices than one partial sum has, by several threads."""
     rank.init()
     torch.set_num_threads(2)
     for number, more in enumerate(({}, {"mode": "mean"}, {"weighted": True, "dtype": torch.bfloat16})):
@@ -63,7 +63,7 @@ def test_rows_in_very_many_bags() -> None:
 
 
 def _optimizers(rank: Rank) -> None:
-    """PyTorch's own optimizers take the sparse gradient; SGD in place has the bits of torch.optim.SGD."""
+    """PyTorch's own optimizers accept the sparse gradient. SGD in place has the bits of torch.optim.SGD."""
     rank.init()
     me, world = rank.rank, rank.world_size
     case = Case([2] * world, 8, 24, seed=81)
@@ -94,7 +94,7 @@ def test_pytorchs_optimizers() -> None:
 
 
 def _kept(rank: Rank) -> None:
-    """State is saved and loaded in place; a scheduler sets the learning rate; step() and zero_grad() are harmless."""
+    """State is saved and loaded in place; a scheduler sets the learning rate; step() and zero_grad() do nothing."""
     rank.init()
     part = draw(Case([2], 6, 8, seed=82), 0, 1)
     case = Case([2], 6, 8, seed=82)
@@ -126,7 +126,7 @@ def test_what_optimizers_are_asked_for() -> None:
 
 
 def _weights(rank: Rank) -> None:
-    """Gradients of weights are of the rows before the update."""
+    """Gradients of weights use the rows before the update."""
     rank.init()
     me, world = rank.rank, rank.world_size
     case = Case([1] * world, 5, 8, weighted=True, seed=83)
@@ -164,7 +164,7 @@ def _misuse(rank: Rank) -> None:
         embedding_bag_all_to_all([table.clone() for table in tables], *bags, optimizer=SGD(tables))
 
     def refused(kind: type[Exception], text: str, optimizer: Any, given: list[Tensor]) -> None:
-        """By rank 1 alone; nothing is written, and the group goes on."""
+        """Only rank 1 is refused. Nothing is written, and the group still works."""
         before = [table.clone() for table in given]
         mine = optimizer if me == 1 else SGD(tables)
         with pytest.raises(kind if me == 1 else dist.DistBackendError, match=text if me == 1 else "rank 1 refused"):
@@ -186,7 +186,7 @@ def _misuse(rank: Rank) -> None:
     ):
         embedding_bag_all_to_all(tables, other if me == 1 else bags[0], bags[1], optimizer=SGD(tables))
     assert all(torch.equal(one, then) for one, then in zip(tables, before, strict=True))
-    # Parts of one tensor are tables of their own.
+    # Parts of one tensor are separate tables.
     whole = torch.ones(10, 4)
     halves = list(whole.split(5))
     embedding_bag_all_to_all(halves, *bags, optimizer=SGD(halves, lr=1.0)).sum().backward()
@@ -198,7 +198,7 @@ def test_misuse() -> None:
 
 
 def _changed(rank: Rank) -> None:
-    """A row that was written between a call and its backward pass is noticed; without gradients nothing is written."""
+    """A row written between a call and its backward pass is detected. Without gradients nothing is written."""
     rank.init()
     tables = [torch.ones(5, 4)]
     bags = [torch.arange(4)], [torch.arange(4)]
@@ -218,7 +218,7 @@ def test_tables_that_changed() -> None:
 
 
 def _compiled(rank: Rank, backend: str) -> None:
-    """Updates in place in a compiled step; a learning rate that changes without compiling again."""
+    """In-place updates in a compiled step, with a learning rate that changes without recompiling."""
     rank.init()
     torch.set_num_threads(1)
     me, world = rank.rank, rank.world_size
@@ -264,7 +264,7 @@ def _compiled(rank: Rank, backend: str) -> None:
 
 
 def _views(rank: Rank) -> None:
-    """Inductor would read beyond a view; without fullgraph=True the operator runs between two graphs."""
+    """Inductor would read beyond a view. Without fullgraph=True the operator runs between two graphs."""
     rank.init()
     case = Case([2, 1], 4, 6, seed=85)
     part = draw(case, rank.rank, rank.world_size)
@@ -303,7 +303,7 @@ def test_compiled(backend: str) -> None:
 
 
 def _opcheck(rank: Rank) -> None:
-    """What PyTorch asks of operators: that they write what their schema says and nothing else."""
+    """PyTorch's checks of operators: they write what their schema says and nothing else."""
     rank.init()
     part = draw(Case([2], 3, 4, seed=6), 0, 1)
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]

@@ -46,7 +46,7 @@ def test_random_shapes(world: int) -> None:
 
 
 def _carried(rank: Rank, seed: int) -> None:
-    """A group that shares no memory, carried by Gloo."""
+    """A group without shared memory, carried by Gloo."""
     import ark_torch
 
     rank.init(pg_options=ark_torch.Options())
@@ -64,7 +64,7 @@ def test_without_shared_memory() -> None:
 
 
 def _large(rank: Rank) -> None:
-    """Several chunks of what ranks share."""
+    """Several chunks of the shared memory."""
     rank.init()
     torch.set_num_threads(1)
     for name in OPERATORS:
@@ -79,7 +79,7 @@ def test_large() -> None:
 
 
 def _of(name: str, world: int, dtype: torch.dtype = torch.float64, m: int = 2) -> Case:
-    """A small case with matrices that differ among ranks where they may."""
+    """Returns a small case, with matrices that differ between ranks where allowed."""
     sums = name in SUMS
     k = [3 + r if sums else 3 for r in range(world)]
     n = [4 if sums else 4 + r for r in range(world)]
@@ -91,9 +91,9 @@ def _gradient(out: Tensor, rank: int) -> Tensor:
 
 
 def _gradcheck(rank: Rank, name: str) -> None:
-    """Numerical gradients: every rank nudges the same element of its own matrices, and takes the sum of all results.
+    """Numerical gradients: every rank perturbs the same element of its own matrices, and adds up all results.
 
-    After an all_reduce all ranks have one result, whose gradient each has: there, a rank looks at its own alone.
+    After an all_reduce all ranks hold the same result and each has its gradient, so a rank uses only its own.
     """
     rank.init()
     me, world = rank.rank, rank.world_size
@@ -149,7 +149,7 @@ def test_gradcheck() -> None:
 
 
 def _bits_of_gradients(rank: Rank) -> None:
-    """The transposed pair, to the bit, and a matrix alone that takes a gradient."""
+    """Gradients have the bits of the transposed operator, also when only one matrix requires one."""
     rank.init()
     torch.set_num_threads(1)
     me, world = rank.rank, rank.world_size
@@ -185,7 +185,7 @@ def test_bits_of_gradients(world: int) -> None:
 
 
 def _second_gradients(rank: Rank) -> None:
-    """The gradient of a gradient has collectives of its own."""
+    """The gradient of a gradient has its own collectives."""
     rank.init()
     for name in OPERATORS:
         case = _of(name, rank.world_size)
@@ -199,7 +199,7 @@ def _second_gradients(rank: Rank) -> None:
 
 
 def _by_pytorch(case: Case, a: Tensor, b: Tensor) -> Tensor:
-    """The same of PyTorch's own differentiable collectives; after all_reduce, the gradient as it is."""
+    """Computes the same with PyTorch's own differentiable collectives. After all_reduce, the gradient is unchanged."""
     import torch.distributed._functional_collectives as funcol
 
     group = dist.group.WORLD
@@ -247,7 +247,7 @@ BAD: dict[str, tuple[str, type[Exception]]] = {
 
 
 def _bad(rank: Rank) -> None:
-    """One rank's mistake is an error on all, at once, and the group goes on."""
+    """One rank's mistake is an error on all ranks at once, and the group still works."""
     rank.init(timeout=20)
     for name, operator in OPERATORS.items():
         for what, (text, kind) in BAD.items():
@@ -290,7 +290,7 @@ def _disagree(rank: Rank) -> None:
             operator(ones(4, 3), ones(3, 5), form="unfused" if odd else "auto")
     with pytest.raises(dist.DistBackendError, match="another operator"):
         (matmul_all_reduce if odd else matmul_reduce_scatter)(ones(4, 3), ones(3, 5))
-    # What only one rank takes no gradient of does not matter where the backward pass has no collective.
+    # Where the backward pass has no collective, requires_grad may differ between ranks.
     assert matmul_all_reduce(ones(4, 3).requires_grad_(odd), ones(3, 5)).unique().tolist() == [6.0]
 
 
@@ -310,7 +310,7 @@ def test_another_backend() -> None:
 
 
 def _groups(rank: Rank) -> None:
-    """Two groups with other members, in turns."""
+    """Two groups with different members, in turns."""
     rank.init()
     pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
     random = Random(5)
@@ -328,14 +328,14 @@ def test_two_groups() -> None:
 
 
 def _layers(a: Tensor, column: Tensor, row: Tensor) -> Tensor:
-    """A feed-forward layer in sequence parallelism, and its like without."""
+    """A feed-forward layer with sequence parallelism, and one without."""
     hidden = torch.relu(all_gather_matmul(a, column.t()))
     out = matmul_reduce_scatter(hidden, row.t()) * 2 + a
     return matmul_all_reduce(out, column.t() * 0.5) + 1
 
 
 def _compiled(rank: Rank, backend: str) -> None:
-    """Forward and backward, as eager gives them."""
+    """Forward and backward equal eager's."""
     rank.init()
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(rank.rank)
@@ -364,7 +364,7 @@ def test_compiled(backend: str) -> None:
 
 
 def _dynamic(rank: Rank) -> None:
-    """Sizes that the compiler does not know."""
+    """Sizes unknown to the compiler."""
     rank.init()
     compiled = torch.compile(lambda a, b: matmul_reduce_scatter(a, b) + 1, backend="aot_eager", dynamic=True)
     for rows in (4, 8, 12):
@@ -378,7 +378,7 @@ def test_dynamic_shapes() -> None:
 
 
 def _opcheck(rank: Rank) -> None:
-    """What PyTorch asks of an operator: schema, autograd, fake kernel."""
+    """PyTorch's checks of an operator: schema, autograd, fake kernel."""
     rank.init()
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
     a, b = torch.randn(4, 3, requires_grad=True), torch.randn(3, 5, requires_grad=True)
@@ -397,7 +397,7 @@ def test_what_pytorch_asks_of_an_operator() -> None:
 
 
 def _lost(rank: Rank) -> str:
-    """A rank that ends: the others are told within seconds, and whom they miss."""
+    """A rank ends: the others get an error within seconds that names it."""
     rank.init(timeout=60)
     a, b = torch.ones(4, 3), torch.ones(3, 5)
     matmul_all_reduce(a, b)

@@ -57,7 +57,7 @@ def test_random_shapes(world: int) -> None:
 
 
 def _carried(rank: Rank, seed: int) -> None:
-    """A group that shares no memory, carried by Gloo; rows that are longer than a piece of what ranks share."""
+    """A group without shared memory, carried by Gloo, and rows larger than a piece of the shared memory."""
     import ark_torch
 
     rank.init(pg_options=ark_torch.Options())
@@ -77,7 +77,7 @@ def test_without_shared_memory_and_long_rows() -> None:
 
 
 def _layers(rank: Rank, seed: int, count: int) -> None:
-    """The layer against products expert by expert between all-to-alls, to the bit."""
+    """Compares the layer bit for bit with products expert by expert between all-to-alls."""
     rank.init()
     torch.set_num_threads(1)
     random = Random(seed)
@@ -100,7 +100,7 @@ def test_layers(world: int) -> None:
 
 
 def _of(world: int) -> Case:
-    """Small, uneven, with choices that go nowhere, and an expert twice."""
+    """Small and uneven, with choices that go nowhere, and an expert chosen twice."""
     return Case([3 + r for r in range(world)], 2, 2, 3, torch.float64, weights=torch.float64, seed=4)
 
 
@@ -126,7 +126,7 @@ FORMS = {"layer": _layer, "pieces": _pieces}
 
 
 def _numerical(rank: Rank, form: str) -> None:
-    """Numerical gradients: every rank nudges the same element of its own tensors, and takes the sum of all results."""
+    """Numerical gradients: every rank perturbs the same element of its own tensors, and adds up all results."""
     rank.init()
     me, world = rank.rank, rank.world_size
     case = _of(world)
@@ -191,7 +191,7 @@ def test_gradcheck() -> None:
 
 
 def _bits_of_gradients(rank: Rank, dtype: torch.dtype) -> None:
-    """Those of x: rows' gradients, added in the order of the choices in float32; of weights within rounding."""
+    """Gradients of x: rows' gradients, added in float32 in the order of the choices. Weights: within rounding."""
     rank.init()
     torch.set_num_threads(1)
     case = Case([5, 0, 9], 3, 2, 24, dtype, seed=8)
@@ -217,7 +217,7 @@ def test_bits_of_gradients(dtype: torch.dtype) -> None:
 
 
 def _training(rank: Rank) -> None:
-    """A few steps of a small layer, with the experts spread over ranks, against the same layer on one rank."""
+    """Compares some steps of a small layer, with experts distributed over ranks, with the same layer on one rank."""
     rank.init()
     torch.set_num_threads(1)
     world, me = rank.world_size, rank.rank
@@ -245,7 +245,7 @@ def test_training_is_that_of_one_rank() -> None:
 
 
 def _groups(rank: Rank) -> None:
-    """Two groups with other members, in turns; dispatches that are open at once."""
+    """Two groups with different members, in turns, with several open dispatches."""
     rank.init()
     pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
     random = Random(5)
@@ -278,7 +278,7 @@ def _model(x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> T
 
 
 def _compiled(rank: Rank, backend: str, dynamic: bool) -> None:
-    """Forward and backward, as eager gives them."""
+    """Forward and backward equal eager's."""
     rank.init()
     torch.set_num_threads(1)
     torch._dynamo.reset()
@@ -318,7 +318,7 @@ def test_compiled(backend: str, dynamic: bool) -> None:
 
 
 def _opcheck(rank: Rank) -> None:
-    """What PyTorch asks of an operator: schema, autograd, fake kernel."""
+    """PyTorch's checks of an operator: schema, autograd, fake kernel."""
     rank.init()
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
     case = _of(1)
@@ -343,7 +343,7 @@ def test_what_pytorch_asks_of_an_operator() -> None:
 
 
 def _handle_is_told(rank: Rank) -> None:
-    """What users may look at."""
+    """The attributes that users may read."""
     rank.init()
     x, ids = torch.arange(6.0).view(3, 2) + 10 * rank.rank, torch.tensor([[3, 0], [-1, 2], [0, 3]])
     rows, counts, handle = moe_dispatch(x, ids, num_experts=4)
@@ -354,7 +354,7 @@ def _handle_is_told(rank: Rank) -> None:
     assert rows[: len(first), 0].tolist() == first
     assert handle.places[0].tolist() == ([[2, 0], [-1, 0], [1, 3]] if rank.rank == 0 else [[4, 2], [-1, 1], [3, 5]])
     assert handle.places[1].tolist() == [[3, 0], [-1, 2], [1, 4]]
-    rows, counts, handle = moe_dispatch(x, ids[:, :0], num_experts=4)  # nobody chooses anybody
+    rows, counts, handle = moe_dispatch(x, ids[:, :0], num_experts=4)  # no token chooses an expert
     assert rows.shape == (0, 2) and counts.tolist() == [0, 0]
     _same(moe_combine(rows, handle), torch.zeros_like(x), "no choice")
 
@@ -364,7 +364,7 @@ def test_order_of_rows() -> None:
 
 
 def _lost(rank: Rank) -> str:
-    """A rank that ends: the others are told within seconds, and whom they miss."""
+    """A rank ends: the others get an error within seconds that names it."""
     rank.init(timeout=60)
     x, ids = torch.ones(4, 3), torch.tensor([[0, 1]] * 4)
     moe_dispatch(x, ids, num_experts=2)

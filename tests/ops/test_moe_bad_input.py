@@ -1,4 +1,4 @@
-"""moe_dispatch, moe_combine, moe_layer on CPU ranks: what is refused, on all ranks at once, with which words."""
+"""moe_dispatch, moe_combine, moe_layer on CPU ranks: refused input, with errors on all ranks at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [ark_only]
 
 
 def _arguments(what: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of moe_layer; then of moe_dispatch alone."""
+    """Arguments of moe_layer, and of moe_dispatch alone."""
     x, ids, weights = torch.ones(4, 3), torch.tensor([[0, 1]] * 4), torch.ones(4, 2)
     w1, w2 = torch.ones(1, 10, 3), torch.ones(1, 3, 5)
     of = {"x": x, "topk_ids": ids, "topk_weights": weights, "w1": w1, "w2": w2}
@@ -66,7 +66,7 @@ OF_THE_LAYER = ("w1", "w2", "half", "activation", "weights", "integers")
 
 
 def _bad(rank: Rank) -> None:
-    """One rank's mistake is an error on all, at once, and the group goes on."""
+    """One rank's mistake is an error on all ranks at once, and the group still works."""
     rank.init(timeout=20)
     for what, (text, kind) in BAD.items():
         for name in ("moe_layer",) if what in OF_THE_LAYER else ("moe_layer", "moe_dispatch"):

@@ -1,4 +1,4 @@
-"""What the packaging tests share: a Python of its own for each script, and spoilt copies of the package."""
+"""Shared by the packaging tests: a new Python process for each script, and damaged copies of the package."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def python(tmp_path: Path) -> Run:
-    """Runs a script (or the interpreter's arguments) in an empty folder, with our variables unset unless given."""
+    """Runs a script (or the interpreter's arguments) in an empty folder, without our variables unless given."""
 
     def run(script: str | list[str], path: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
         variables = {name: text for name, text in os.environ.items() if not name.startswith(("ARK_", "TORCH_DEVICE_"))}
@@ -34,7 +34,7 @@ def python(tmp_path: Path) -> Run:
 
 @pytest.fixture
 def copied_package(tmp_path: Path) -> Callable[..., Path]:
-    """A folder with a copy of the package for PYTHONPATH, some of its files replaced by other text."""
+    """Returns a folder for PYTHONPATH with a copy of the package, in which some files have other content."""
 
     def copy(**files: str) -> Path:
         folder = tmp_path / "copy"

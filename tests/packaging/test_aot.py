@@ -1,4 +1,4 @@
-"""ARK_AOT=1: a wheel that brings its kernels, which an installation finds without NVRTC."""
+"""ARK_AOT=1: a wheel that contains its kernels, which an installation finds without NVRTC."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ needs_nvcc = pytest.mark.skipif(not NVCC, reason="nvcc is not installed: ARK_AOT
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For one architecture and groups of two, from this tree, whose objects are there already."""
+    """For one architecture and groups of two, from this tree, whose objects exist already."""
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, REPO]
     environment = {**os.environ, "ARK_AOT": "1", "ARK_AOT_ARCHS": "sm_90a", "ARK_AOT_RANKS": "2", "MAX_JOBS": "2"}
@@ -35,7 +35,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.changed("setup.py", "pyproject.toml", "MANIFEST.in", "requirements/*", "build_backend/*")
 @needs_nvcc
-@pytest.mark.limit(600)
+@pytest.mark.timeout(600)
 def test_the_wheel_holds_each_kernel_three_times(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         assert archive.testzip() is None
@@ -77,13 +77,13 @@ def installed(wheel: Path, tmp_path: Path) -> Iterator[Path]:
 
 def _find(python: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     variables = {name: text for name, text in os.environ.items() if not name.startswith(("ARK_", "PYTHONPATH"))}
-    variables.update(ARK_CACHE=str(folder / "cache"), ARK_NVRTC=__file__)  # no library
+    variables.update(ARK_CACHE=str(folder / "cache"), ARK_NVRTC=__file__)  # not a library
     return subprocess.run([python, "-c", FIND], env=variables, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.changed("setup.py", "pyproject.toml", "MANIFEST.in", "requirements/*", "build_backend/*")
 @needs_nvcc
-@pytest.mark.limit(600)
+@pytest.mark.timeout(600)
 def test_an_installation_compiles_nothing(installed: Path, tmp_path: Path) -> None:
     done = _find(installed, tmp_path)
     assert done.returncode == 0, done.stderr
@@ -93,7 +93,7 @@ def test_an_installation_compiles_nothing(installed: Path, tmp_path: Path) -> No
     assert not found["opened"] and list((tmp_path / "cache").glob("*.cubin")) == []
     done = run(installed, "-m", "ark_torch", "doctor", cwd=tmp_path)
     assert re.search(r"ok +prebuilt kernels +nvcc 1\d\.\d, sm_90a, for groups of 2", done.stdout), done.stdout
-    # What was altered is not used.
+    # Altered files are not used.
     cubin = next((tmp_path / "environment").rglob("prebuilt/*.cubin"))
     cubin.write_bytes(cubin.read_bytes()[:-1])
     done = _find(installed, tmp_path)

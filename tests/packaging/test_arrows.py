@@ -1,4 +1,4 @@
-"""Which folder of csrc may include which: arrows run one way, so that a layer can be read without those above it."""
+"""Which folder of csrc may include which. Includes go one way, so that a layer can be read without those above it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 pytestmark = pytest.mark.quick
 
-# From the bottom to the top: a folder includes itself and what stands before it.
+# From the bottom to the top: a folder may include itself and those before it.
 LAYERS = (
     "util",
     "cuda",

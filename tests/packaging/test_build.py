@@ -1,7 +1,7 @@
-"""Building: an sdist without PyTorch, an isolated build of it against the environment's PyTorch, and what they hold.
+"""Building: an sdist without PyTorch, an isolated build of it against the environment's PyTorch, and their content.
 
-Each environment is a new venv into which this one's packages are linked, all but ark_torch and what an isolated build
-must bring itself.
+Each environment is a new venv with links to this one's packages, except for ark_torch and what an isolated build must
+install itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ NOT_SOURCE = (".git", ".venv", "build", "dist", "*.so", "*.egg-info", "__pycache
 
 
 def make_environment(folder: Path, leave_out: tuple[str, ...]) -> Path:
-    """A venv with links to this environment's packages but those left out (a fresh pip then); returns its python."""
+    """Creates a venv with links to this environment's packages except those left out (then with a fresh pip).
+
+    Returns its python.
+    """
     venv.create(folder, with_pip="setuptools" in leave_out, symlinks=True)
     site = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
     for entry in SITE.iterdir():
@@ -54,7 +57,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def without_torch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Python of an environment with setuptools and ninja and without PyTorch."""
+    """Returns the python of an environment with setuptools and ninja but without PyTorch."""
     return make_environment(tmp_path_factory.mktemp("bare"), ("torch", "pip"))
 
 
@@ -68,7 +71,7 @@ def sdist(source: Path, without_torch: Path) -> Path:
     return source.parent / done.stdout.strip().splitlines()[-1]
 
 
-# Whole folders of sources in more than one language.
+# Whole folders with sources in more than one language.
 BOTH = [
     (folder, pattern)
     for folder in ("ark_torch/kernels", "benchmarks", "tests")
@@ -123,7 +126,7 @@ print(ark_torch.__version__, ark_torch.__file__)
 """
 
 
-@pytest.mark.limit(600)
+@pytest.mark.timeout(600)
 def test_isolated_install_of_the_sdist(sdist: Path, tmp_path: Path) -> None:
     python = make_environment(tmp_path / "environment", BUILD_TOOLS)
     done = run(python, "-m", "pip", "wheel", "--no-deps", "--no-cache-dir", "-w", tmp_path, sdist, cwd=tmp_path)
@@ -143,12 +146,12 @@ def test_isolated_install_of_the_sdist(sdist: Path, tmp_path: Path) -> None:
 
 
 def test_a_second_build_compiles_nothing(tmp_path: Path) -> None:
-    """The objects of this tree, built in place, serve a wheel."""
+    """A wheel reuses the objects of this tree, built in place."""
     command = ("-m", "pip", "-v", "wheel", "--no-deps", "--no-build-isolation", "--no-cache-dir", "-w", tmp_path, REPO)
     done = run(sys.executable, *command, cwd=tmp_path)
     output = done.stdout + done.stderr
     assert done.returncode == 0, output
-    assert output.count("ninja: no work to do") == 4, output  # each part has a record of its own
+    assert output.count("ninja: no work to do") == 4, output  # each part has its own record
     assert list(tmp_path.glob("ark_torch-*.whl"))
 
 

@@ -1,4 +1,4 @@
-"""The doctor: a whole report on this machine, and none of its probes able to take it down."""
+"""The doctor gives a complete report on this machine, and no failing probe can crash it."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_cuda_rows_without_a_driver(monkeypatch) -> None:
 
 
 class FakeDriver:
-    """Three GPUs, of which 0 and 2 do not see each other; every other call succeeds."""
+    """Three GPUs, of which 0 and 2 cannot reach each other. Every other call succeeds."""
 
     def __getattr__(self, name: str):
         def call(*arguments) -> int:
@@ -167,6 +167,22 @@ def test_what_lies_between_gpus_is_told(monkeypatch, wish: str, missing: bool, w
     if found.groups():
         each, group = map(int, found.groups())
         assert each > 0 and 4 * each == group <= 64
+
+
+@pytest.mark.parametrize(
+    "models, table, words",
+    [
+        (["NVIDIA H100 80GB HBM3"] * 2, "", "measured on H100 and H200$"),
+        (["NVIDIA H200", "NVIDIA A100-SXM4-40GB"], "", "none was made for NVIDIA A100-SXM4-40GB$"),
+        (["NVIDIA A100-SXM4-40GB"] * 2, "table.json", ""),
+    ],
+)
+def test_a_dispatch_that_was_measured_elsewhere_is_told(monkeypatch, models, table: str, words: str) -> None:
+    monkeypatch.setenv("ARK_DISPATCH", table)
+    rows = list(_probes.thresholds(models))
+    assert len(rows) == (words != "")
+    for row in rows:
+        assert re.search(words, row.found) and ("ark tune --cuda" in row.advice) == ("none was made" in row.found), row
 
 
 @pytest.mark.quick

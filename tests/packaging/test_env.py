@@ -115,7 +115,7 @@ BAD = [
     ("ARK_FLIGHT_RECORD", "-1", "from 0 to 1048576"),
     ("ARK_FLIGHT_RECORD", "1048577", "from 0 to 1048576"),
     ("ARK_FLIGHT_RECORD", "auto", "from 0 to 1048576"),
-    ("ARK_FLIGHT_RECORD", "\u0661", "from 0 to 1048576"),  # a digit, but not an ASCII one
+    ("ARK_FLIGHT_RECORD", "\u0661", "from 0 to 1048576"),  # a digit, but not in ASCII
     ("ARK_FLIGHT_RECORD", "1e3", "from 0 to 1048576"),
     ("ARK_FLIGHT_DUMP", "/no/such/folder/flight-", "its folder must exist"),
     ("ARK_NODE", "-1", "auto, or a whole number from 0 to 1000000"),
@@ -174,7 +174,7 @@ def test_misspelt_names_are_found() -> None:
 
 
 def test_no_other_file_reads_our_variables() -> None:
-    """Declared once: a second reader would have a second idea of what is allowed."""
+    """Variables are declared once. A second reader could accept other values."""
     pattern = re.compile(r"""(?:environ(?:\.get)?|getenv)\s*[\[(]\s*["']ARK_""")
     sources = [*REPO.glob("ark_torch/**/*.py"), *REPO.glob("csrc/**/*.[ch]pp")]
     assert len(sources) > 10

@@ -1,4 +1,4 @@
-"""Importing: every order works, other backends notice nothing, and a wrong PyTorch is told in one sentence."""
+"""Importing: every order works, other backends are not affected, and a wrong PyTorch gives a one-sentence error."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_entry_points_name_what_exists() -> None:
         assert callable(found[0].load())
 
 
-# What a program sees of a group of another backend; run with and without the package's registration.
+# A program's view of another backend's group, with and without the package's registration.
 OTHER_BACKENDS = """
 import json, torch, torch.distributed as dist
 seen = {}
@@ -137,14 +137,14 @@ ASK = {
 
 
 def supporting(*minors: str) -> str:
-    """The text of _support.py that knows these minors."""
+    """Returns the text of _support.py with these minor versions."""
     text = Path(_support.__file__).read_text()
     return re.sub(r"(?m)^SUPPORTED_MINORS = .*$", f"SUPPORTED_MINORS = {minors!r}", text)
 
 
 @pytest.fixture(params=["another minor", "no extension", "unsupported PyTorch"])
 def spoilt(request, copied_package):
-    """(folder for PYTHONPATH, what the sentence must say)"""
+    """(folder for PYTHONPATH, what the error must say)"""
     if request.param == "another minor":
         return copied_package(_build_info='TORCH_VERSION = "2.10.1+cpu"\n'), r"was built for PyTorch 2\.10\.1\+cpu"
     if request.param == "no extension":
@@ -196,7 +196,7 @@ except ImportError as error:
 
 @pytest.mark.nightly
 def test_compile_backend_is_found_by_name(python) -> None:
-    """And loads neither Inductor nor the extension before a graph arrives."""
+    """It loads neither Inductor nor the extension before a graph arrives."""
     script = """
 import sys, torch
 assert "ark" in torch._dynamo.list_backends()
@@ -245,7 +245,7 @@ def test_what_is_too_old_and_what_is_newer_than_all_tested() -> None:
 @pytest.mark.by_day("explicit import")
 @pytest.mark.parametrize("way", ASK)
 def test_a_newer_pytorch_is_taken_with_one_warning(python, copied_package, way: str) -> None:
-    """By a package that knows only older minors, and an extension built for the PyTorch that is here."""
+    """The package knows only older minor versions, but its extension was built for the installed PyTorch."""
     folder = copied_package(_support=supporting("1.8", "1.9"))
     for library in Path(ark_torch.__file__).parent.glob("_C.*.so"):
         (folder / "ark_torch" / library.name).symlink_to(library)

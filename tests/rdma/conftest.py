@@ -1,4 +1,4 @@
-"""In the guest: the process that forks ranks begins its imports at once, beside this one's own."""
+"""Runs in the guest. The process that forks ranks starts its imports at once, in parallel to this one's own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.start import Zygote
 
-# All that ranks need, so that none imports anything itself.
+# Everything that ranks need, so that no rank imports anything itself.
 PRELOAD = (
     *(
         "torch",
@@ -26,7 +26,7 @@ _starting = ThreadPoolExecutor(1).submit(Zygote, PRELOAD, 600.0) if "SOFT_ROCE" 
 
 @pytest.fixture(scope="session")
 def slowly() -> dict[str, Any]:
-    """How jobs are started where the processor is one in software."""
+    """How jobs start on an emulated processor."""
     if _starting is None:
         pytest.fail("these tests run in the guest: make test-rdma")
     return {"zygote": _starting.result(600), "store_timeout": 300.0}

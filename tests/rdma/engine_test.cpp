@@ -1,7 +1,6 @@
-// The RDMA engine on a kernel's real verbs: soft-RoCE at the two ends of a wire, which loses what netem is told to.
+// Tests the RDMA engine on the kernel's real verbs: soft-RoCE at both ends of a wire with losses set by netem.
 //
-// Run in the guest by tests/rdma/run.sh; what needs injected faults is tested over pretended verbs
-// (tests/csrc/dma/rdma).
+// tests/rdma/run.sh runs it in the guest. Tests with injected faults use pretended verbs (tests/csrc/dma/rdma).
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -24,7 +23,7 @@ Clock::time_point soon() {
   return Clock::now() + std::chrono::seconds(60);
 }
 
-// "loss 1%", or nothing.
+// "loss 1%", or an empty string.
 void wire(const std::string& netem) {
   static std::string now;
   if (now == netem) return;
@@ -126,7 +125,7 @@ TEST_F(Verbs, AWrongKeyIsRefused) {
 
 TEST_F(Verbs, OnePercentLossIsSurvived) {
   wire("loss 1%");
-  Pair pair(10);  // 4 ms until a packet is sent again
+  Pair pair(10);  // 4 ms until a packet is resent
   const auto source = pattern(2 << 20, 2);
   std::vector<uint8_t> target(source.size());
   auto here = pair.engines[0]->memory().hold(source.data(), source.size());

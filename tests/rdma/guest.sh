@@ -1,18 +1,18 @@
 #!/bin/bash
-# Runs a command as root in a virtual machine whose kernel has soft-RoCE, RDMA in software, and returns its exit code.
+# Runs a command as root in a virtual machine whose kernel has soft-RoCE (software RDMA), and returns its exit code.
 #
 #   guest.sh COMMAND [ARGUMENT...]
 #
-# The guest sees this machine's whole file system at the same paths, read-only under an overlay that is thrown away;
-# GUEST_OUT alone is really written to. It has two RDMA devices, rxe_a (10.78.0.1) and rxe_b (10.78.0.2), at the two ends
-# of a veth wire (wire_a, wire_b) on which `tc qdisc ... netem` can drop packets. Kernel and user space come from Debian
-# by package name, once, into GUEST_FOLDER. Exit code: the command's; 124: too late; 125: no guest could be had.
+# The guest sees this machine's whole file system at the same paths, read-only under a temporary overlay. Only GUEST_OUT
+# is really writable. It has two RDMA devices, rxe_a (10.78.0.1) and rxe_b (10.78.0.2), at the two ends of a veth wire
+# (wire_a, wire_b), on which `tc qdisc ... netem` can drop packets. Kernel and user space are Debian packages,
+# downloaded once into GUEST_FOLDER. Exit code: the command's; 124: time limit; 125: no guest could be started.
 set -euo pipefail
 FOLDER=${GUEST_FOLDER:-${XDG_CACHE_HOME:-$HOME/.cache}/ark_torch/soft-roce}
 OUT=${GUEST_OUT:-$FOLDER/out}
 SECONDS_AT_MOST=${GUEST_SECONDS:-300}
 PACKAGES="busybox-static kmod cpio iproute2 ibverbs-utils ibverbs-providers libibverbs1 libnl-3-200 libnl-route-3-200"
-# In load order by what modules.dep says: the disk-less root (9p), the wire, and soft-RoCE, which wants crc32.
+# In load order by modules.dep: the diskless root (9p), the wire, and soft-RoCE, which needs crc32.
 MODULES="virtio_pci 9pnet_virtio 9p overlay crc32_generic veth sch_netem rdma_rxe ib_uverbs"
 
 say() { echo "guest.sh: $*" >&2; }
@@ -22,7 +22,7 @@ mkdir -p "$FOLDER" "$OUT"
 FOLDER=$(cd "$FOLDER" && pwd -P); OUT=$(cd "$OUT" && pwd -P)
 case "$FOLDER$OUT" in *' '*) die "no spaces, please, in $FOLDER and $OUT";; esac
 
-unpack() {  # the packages' files: a kernel with its modules, and what is laid over the guest's root
+unpack() {  # the packages' files: a kernel with its modules, and the overlay of the guest's root
   command -v apt-get >/dev/null || die "this needs Debian's packages (apt-get)"
   command -v qemu-system-x86_64 >/dev/null || {
     [ "$(id -u)" = 0 ] || die "please run: sudo apt-get install qemu-system-x86"
@@ -43,7 +43,7 @@ unpack() {  # the packages' files: a kernel with its modules, and what is laid o
       *) dpkg -x "$deb" "$FOLDER/over";;
     esac
   done
-  local folder; for folder in bin sbin lib; do  # where / has links into /usr, folders of these names would hide them
+  local folder; for folder in bin sbin lib; do  # where / has links into /usr, such folders would hide them
     [ -d "$FOLDER/over/$folder" ] || continue
     mkdir -p "$FOLDER/over/usr/$folder"; cp -a "$FOLDER/over/$folder/." "$FOLDER/over/usr/$folder/"; rm -r "$FOLDER/over/$folder"
   done
@@ -87,14 +87,14 @@ INIT
 }
 
 exec 9>"$FOLDER/.lock"; flock 9
-version=$(sha256sum "$0" | cut -d' ' -f1)  # what was made by another version of this file is made anew
+version=$(sha256sum "$0" | cut -d' ' -f1)  # rebuilds what another version of this file has made
 [ "$(cat "$FOLDER/ready" 2>/dev/null)" = "$version" ] || { unpack; echo "$version" >"$FOLDER/ready"; }
 flock -u 9
 exec 8>"$OUT/.lock"; flock -n 8 || die "another guest uses $OUT"
 rm -f "$OUT/exit-code" "$OUT/console"; : >"$OUT/output"
 
-# What the guest's shell runs: the wire, the two devices, then the command. Packets between two addresses of one machine
-# would take the loopback; two tables of routes send them over the wire.
+# Commands of the guest's shell: the wire, the two devices, then the command. Packets between two addresses of one
+# machine would use the loopback; two routing tables send them over the wire.
 { cat <<'SETUP'
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8 SOFT_ROCE=1
 unset LD_LIBRARY_PATH

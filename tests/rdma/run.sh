@@ -1,11 +1,11 @@
 #!/bin/bash
-# RDMA on a kernel's verbs, without a NIC: soft-RoCE in a virtual machine (guest.sh). Two parts, each a guest of its own:
+# RDMA on the kernel's verbs without a NIC: soft-RoCE in a virtual machine (guest.sh). Two parts, each in its own guest:
 # the engine's C++ tests, then PyTorch's ranks on two nodes joined by a wire that loses packets.
 #
-#   tests/rdma/run.sh [engine|ranks]      both where none is named
+#   tests/rdma/run.sh [engine|ranks]      default: both
 #
-# Bounded: GUEST_SECONDS (default 240 for the engine, 900 for the ranks). Prints what passed and its counts; the exit
-# code is not 0 where anything failed or no guest could be had.
+# Bounded by GUEST_SECONDS (default 240 for the engine, 900 for the ranks). Prints what passed and its counts. The exit
+# code is not 0 if anything failed or no guest could be started.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=$PWD/.venv/bin/python

@@ -1,7 +1,7 @@
-"""PyTorch's ranks on two "nodes", RDMA between them over soft-RoCE and a wire that loses 1% of its packets.
+"""PyTorch's ranks on two "nodes" with RDMA between them over soft-RoCE and a wire that loses 1% of its packets.
 
-Run in the guest by tests/rdma/run.sh (never by `make test`): each test is test_rdma.py's or test_carried.py's, with a
-kernel's queue pairs in place of pretended ones.
+tests/rdma/run.sh runs it in the guest (`make test` never does). Each test comes from test_rdma.py or test_carried.py,
+with the kernel's queue pairs in place of pretended ones.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch.distributed as dist
 from support.launcher import Job, run_ranks
 from support.rank import Rank
 
-pytestmark = [pytest.mark.limit(600)]
+pytestmark = [pytest.mark.timeout(600)]
 TWO = (0, 0, 1, 1)
 SIZES = (4, 964, 13108, 512 << 10, (1 << 20) + 4)
-# 0.27 s until a packet is sent again, 2 s until a peer is lost: an emulated processor may leave a rank that long.
+# 0.27 s until a packet is resent, 2 s until a peer is lost, because an emulated processor may pause a rank that long.
 ENV: dict[str, str | None] = {"ARK_NET": "rdma", "ARK_RDMA_TIMEOUT": "16"}
 
 
@@ -47,7 +47,7 @@ def _bad_wire() -> Iterator[None]:
 
 
 def at_its_end(rank: Rank) -> None:
-    """The device of this rank's node."""
+    """Selects the device of this rank's node."""
     os.environ["ARK_RDMA_DEVICE"] = "rxe_b" if TWO[rank.rank] else "rxe_a"
 
 

@@ -1,1 +1,1 @@
-"""Helpers shared by the tests: processes as ranks, leak checks, references. See launcher.py."""
+"""Helpers shared by the tests: processes as ranks (launcher.py), leak checks, references."""

@@ -1,7 +1,8 @@
-"""Compressed collectives in plain PyTorch, as the tests' oracle: the arithmetic of torch.ops.ark.compressed_*.
+"""Compressed collectives in plain PyTorch, the tests' oracle: the arithmetic of torch.ops.ark.compressed_*.
 
-Every rank sees what all ranks have (an exact all_gather) and plays all of them. Parts and bits of stochastic rounding
-need not be those of the operators: with nearest rounding a value differs only where another bucket's ends decide.
+Every rank gets all ranks' data by an exact all_gather and simulates all of them. Parts, and the random bits of
+stochastic rounding, may differ from the operators': with nearest rounding, a value differs only if another bucket's
+limits decide.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ark_torch.distributed import compression
 
 
 def quantised(values: Tensor, bits: int, bucket: int, format: str, rounding: str, seed: int) -> Tensor:
-    """What arrives of float32 `values` [n] after quantising them."""
+    """Returns float32 `values` [n] after quantisation."""
     whole = len(values) // bucket * bucket
     noise = torch.rand(len(values), generator=torch.Generator().manual_seed(seed & (2**62 - 1)))
     noise = noise if rounding == "stochastic" else torch.full_like(noise, 0.5)
@@ -32,7 +33,7 @@ def quantised(values: Tensor, bits: int, bucket: int, format: str, rounding: str
 
 
 def _rows(rows: Tensor, noise: Tensor, bits: int, format: str) -> Tensor:
-    """A bucket a row."""
+    """Quantises rows, one bucket each."""
     if format == "fp8":
         scale = rows.abs().amax(1, keepdim=True) / 448
         scale = scale.where(scale > 0, 1.0)
@@ -44,7 +45,7 @@ def _rows(rows: Tensor, noise: Tensor, bits: int, format: str) -> Tensor:
 
 
 def segments(values: Tensor, numel: Sequence[int], bits: Sequence[int], bucket: Sequence[int], *rest: object) -> Tensor:
-    """As `quantised`, segment by segment; 0 bits: exact."""
+    """Like `quantised`, segment by segment. 0 bits means exact."""
     parts = values.split(list(numel))
     each = zip(parts, bits, bucket, strict=True)
     return torch.cat([quantised(p, b, size, *rest) if b else p.clone() for p, b, size in each])  # type: ignore
@@ -61,7 +62,7 @@ def _group(name: str) -> dist.ProcessGroup:
 
 
 def _taken(input: Tensor, residual: Tensor | None, numel: list[int], bits: list[int], rows: int, args: tuple) -> Tensor:
-    """What this rank sends, [rows * sum(numel)] in float32; renews the residual."""
+    """Returns what this rank sends, [rows * sum(numel)] in float32, and updates the residual."""
     full = input.float() if residual is None else input.float() + residual
     sent = torch.cat([segments(row, numel, bits, *args) for row in full.view(rows, -1)])
     if residual is not None:
@@ -109,7 +110,7 @@ def compressed_all_gather(
 
 
 class Heard(logging.Handler):
-    """What the package logs."""
+    """Collects what the package logs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""Ranks that are started once and run many tests' bodies, one after the other.
+"""Ranks that are started once and run many test bodies, one after the other.
 
-A rank on a GPU takes seconds to start: its CUDA context, its first collective, its kernels. A crew pays that once; each
-body joins a process group of its own. Whatever goes wrong (a body raises, does not return, a rank ends), the crew is
-closed and the next body meets fresh ranks, so that no test sees what another has broken. What a rank must have to
-itself (other environment variables, a kill) takes a Job of its own (support/launcher.py).
+A rank on a GPU takes seconds to start: its CUDA context, its first collective, its kernels. A crew pays that once. Each
+body creates its own process group. On any error (a body raises or does not return, a rank ends) the crew is closed and
+the next body gets fresh ranks, so that a test cannot break the next one. Tests that need ranks of their own (other
+environment variables, a kill) use a Job (support/launcher.py).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from support import start
 from support.launcher import DEFAULT_TIMEOUT, Job
 from support.rank import Rank, describe, load
 
-# When one rank has raised, the others mostly wait for it: for so long they may finish and tell their side.
+# When one rank has raised, the others usually wait for it. They get this long to finish and report.
 OTHERS_S = 10.0
 
 
 def serve(rank: Rank) -> int:
-    """The body of a crew's job: runs the tasks that it is told, until it is told that there are none."""
-    # Who interrupts pytest in a terminal interrupts its ranks, too: pytest ends them, and still says what failed.
+    """The body of a crew's job: runs tasks until it is told that there are no more."""
+    # Ctrl-C in a terminal also reaches the ranks. They ignore it, because pytest ends them and still reports failures.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     done = 0
     job = rank.job
@@ -44,14 +44,14 @@ def serve(rank: Rank) -> int:
         try:
             outcome = ("result", load(path, name)(rank, *args))
             _leave()
-        except BaseException as error:  # whatever it is, the test process has to hear of it
+        except BaseException as error:  # the test process must hear of any error
             outcome = ("exit", error.code) if isinstance(error, SystemExit) else ("error", describe(error))
         rank.report(f"done{done}", outcome)
         del outcome
 
 
 def _leave() -> None:
-    """What a process's end would give back."""
+    """Releases what the end of the process would release."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -63,7 +63,7 @@ def _leave() -> None:
 
 
 class Crew:
-    """Started ranks, waiting for tasks."""
+    """Started ranks that wait for tasks."""
 
     def __init__(self, count: int, env: dict[str, str | None] | None = None) -> None:
         self._job = Job(serve, count, env=env, destroy=False)
@@ -73,7 +73,7 @@ class Crew:
         start.keep(self._job.pids)
 
     def run(self, body: Callable[..., Any], *args: Any, timeout: float = DEFAULT_TIMEOUT) -> list[Any]:
-        """The body on every rank; the values in rank order. Raises RanksFailed, and ends the crew, otherwise."""
+        """Runs the body on every rank. Returns values in rank order, or raises RanksFailed and ends the crew."""
         self._tasks += 1
         event, job = f"done{self._tasks}", self._job
         job.go_all("task", (inspect.getfile(body), body.__qualname__, args))
@@ -109,7 +109,7 @@ class Crew:
         self._job.close()
 
     def finish(self, timeout: float = 60.0) -> None:
-        """Lets the ranks end by themselves and sees that they do."""
+        """Lets the ranks end by themselves, and checks that they do."""
         if self.alive:
             try:
                 self._job.go_all("task")
@@ -122,7 +122,7 @@ _crews: dict[int, Crew] = {}
 
 
 def crew_of(count: int, env: dict[str, str | None]) -> Crew:
-    """The crew of that many ranks, started where there is none. All callers of a run share one environment."""
+    """Returns the crew with that many ranks and starts it if necessary. All callers of a run share one environment."""
     crew = _crews.get(count)
     if crew is None or not crew.alive:
         crew = _crews[count] = Crew(count, env)
@@ -130,7 +130,7 @@ def crew_of(count: int, env: dict[str, str | None]) -> Crew:
 
 
 def finish_all() -> None:
-    """The end of a run: every rank of every crew has to end well."""
+    """Ends the run: every rank of every crew must end cleanly."""
     crews = list(_crews.values())
     _crews.clear()
     for crew in crews:

@@ -1,6 +1,6 @@
-"""Cases of embedding_bag_all_to_all, drawn from seeds, and what it is to give: for tests/ops and tests/gpu.
+"""Random cases of embedding_bag_all_to_all and their expected results, for tests/ops and tests/gpu.
 
-The reference: rows added in float32 (float64 in float64) in the order of the indices, rounded once. Every rank draws
+The reference adds rows in float32 (float64 in float64) in the order of the indices and rounds once. Every rank draws
 every rank's tables and bags, so that it knows the whole result.
 """
 
@@ -32,7 +32,7 @@ class Case:
 
 @dataclass
 class Part:
-    """What one rank has."""
+    """One rank's part."""
 
     tables: list[Tensor]
     indices: list[Tensor]
@@ -48,7 +48,7 @@ class Part:
 
 
 def draw(case: Case, rank: int, world: int, device: torch.device | str = "cpu") -> Part:
-    """A rank's tables and bags: bags of no and of many indices, duplicates, a table without rows at times."""
+    """Draws a rank's tables and bags: empty and long bags, duplicates, sometimes a table without rows."""
     random = Random(f"{case.seed} {rank}")
     generator = torch.Generator().manual_seed(1000 * case.seed + rank)
     part = Part([], [], [], [] if case.weighted else None, [])
@@ -89,13 +89,13 @@ def reference(case: Case, rank: int, world: int) -> Tensor:
     return out
 
 
-PART = 64  # entries of a row that are added up before the sums are
+PART = 64  # entries of a row that are added first, before the partial sums are
 
 
 def reference_sums(case: Case, rank: int, world: int, gradients: list[Tensor]) -> list[dict[int, Tensor]]:
-    """Of each of this rank's tables: of the rows that bags name, the gradient, not rounded yet.
+    """Returns unrounded gradients of the rows that bags name, for each of this rank's tables.
 
-    `gradients`: every rank's of its result.
+    `gradients` are every rank's, of its result.
     """
     part = draw(case, rank, world)
     first = sum(case.tables[:rank])
@@ -126,7 +126,7 @@ def _in_parts(entries: list[Tensor]) -> Tensor:
 
 
 def reference_gradients(case: Case, rank: int, world: int, gradients: list[Tensor]) -> list[Tensor]:
-    """The tables' dense gradients."""
+    """Returns the tables' dense gradients."""
     made = []
     for table, rows in zip(draw(case, rank, world).tables, reference_sums(case, rank, world, gradients), strict=True):
         dense = torch.zeros_like(table)
@@ -147,7 +147,7 @@ def gradient_of(case: Case, rank: int) -> Tensor:
 
 
 def check(case: Case, rank: int, world: int, group: Any = None, device: torch.device | str = "cpu") -> None:
-    """Bits of the result and of the tables' gradients, on one rank."""
+    """Checks the result and the tables' gradients bit for bit, on one rank."""
     part = draw(case, rank, world, device)
     for table in part.tables:
         table.requires_grad_()
@@ -186,7 +186,7 @@ def random_case(random: Random, world: int, seed: int, types: tuple[torch.dtype,
 
 
 def mean_of_squares(gradient: Tensor) -> Tensor:
-    """Of each row: blocks of 32 columns by neighbours, then the blocks in order."""
+    """Returns each row's mean of squares: blocks of 32 columns are added pairwise, then the blocks in order."""
     count, dim = gradient.shape
     squares = torch.nn.functional.pad(gradient * gradient, (0, -dim % 32)).view(count, -1, 32)
     while squares.shape[2] > 1:
@@ -198,7 +198,7 @@ def mean_of_squares(gradient: Tensor) -> Tensor:
 
 
 def update(table: Tensor, state: Tensor | None, rows: dict[int, Tensor], lr: float, eps: float) -> None:
-    """What SGD (without a state) and row-wise Adagrad do, of PyTorch's operators, on the rows that bags name."""
+    """Applies SGD (without a state) or row-wise Adagrad with PyTorch's operators, to the rows that bags name."""
     if not rows:
         return
     at = torch.tensor(list(rows))
@@ -206,13 +206,13 @@ def update(table: Tensor, state: Tensor | None, rows: dict[int, Tensor], lr: flo
     step = torch.full((len(at),), lr, dtype=gradient.dtype)
     if state is not None:
         state[at] += mean_of_squares(gradient)
-        roots = [math.sqrt(value) for value in state[at].tolist()]  # rounded right, which torch.sqrt is not on all CPUs
+        roots = [math.sqrt(value) for value in state[at].tolist()]  # correctly rounded, unlike torch.sqrt on some CPUs
         step = step / (torch.tensor(roots, dtype=gradient.dtype) + eps)
     table[at] = (table[at].to(gradient.dtype) - step[:, None] * gradient).to(table.dtype)
 
 
 def check_sparse(case: Case, rank: int, world: int, device: torch.device | str = "cpu") -> None:
-    """Coalesced, of the rows that bags name and no others, with the bits of the dense gradient."""
+    """Checks the coalesced gradient: exactly the rows that bags name, with the bits of the dense gradient."""
     part = draw(case, rank, world, device)
     for table in part.tables:
         table.requires_grad_()
@@ -231,7 +231,7 @@ def check_sparse(case: Case, rank: int, world: int, device: torch.device | str =
 
 
 def check_updates(case: Case, rank: int, world: int, adapts: bool, device: torch.device | str = "cpu") -> None:
-    """Three steps with other gradients and learning rates: tables and state have the bits of the reference."""
+    """Checks three steps with different gradients and learning rates: the same bits as the reference."""
     from ark_torch.ops import SGD, RowwiseAdagrad
 
     eps = 1e-3
@@ -257,5 +257,5 @@ def check_updates(case: Case, rank: int, world: int, adapts: bool, device: torch
 
 
 def crowded_case(world: int, seed: int, **more: Any) -> Case:
-    """Few rows in many bags: of each row more indices than a part has, also of tables with one row."""
+    """Few rows in many bags: each row has more indices than a part, also in tables with one row."""
     return Case([3] * world, batch=300 // world + 1, seed=seed, **({"dim": 40} | more))

@@ -1,8 +1,8 @@
-"""Mixtures of experts in expert parallelism, as people write them: the forms that tests compile.
+"""Expert-parallel mixtures of experts in the forms that people write. Tests compile them.
 
 Every form is a function of tokens, the router's matrix and a rank's weights: w1 and w3 [experts, ffn, dim] and w2
-[experts, dim, ffn], or all of them transposed where it says so. Routers and weights are small whole numbers, and so are
-products and sums of them: bits do not depend on the order of sums.
+[experts, dim, ffn], or all of them transposed where stated. Routers and weights are small integers, and so are products
+and their sums, so that the result does not depend on the order of additions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LEFT: dict[str, tuple[Form, str, dict[str, Any]]] = {}
 
 def given(rank: int, tokens: int, dtype: torch.dtype = torch.bfloat16, gated: Any = "apart", transposed: bool = False,
           experts: int = EXPERTS, k: int = 0) -> tuple[Any, ...]:  # fmt: skip
-    """Whole numbers, and a router whose scores of a token differ."""
+    """Returns integers, and a router that scores the experts of a token differently."""
     generator = torch.Generator().manual_seed(7 + rank)
 
     def numbers(*shape: int) -> Any:
@@ -40,7 +40,7 @@ def given(rank: int, tokens: int, dtype: torch.dtype = torch.bfloat16, gated: An
 
 
 def found(operator: str, **more: Any) -> Callable[[Form], Form]:
-    """A form that becomes this operator."""
+    """Marks a form that becomes this operator."""
 
     def add(form: Form) -> Form:
         FORMS[form.__name__] = (form, operator, more)
@@ -50,7 +50,7 @@ def found(operator: str, **more: Any) -> Callable[[Form], Form]:
 
 
 def left(reason: str, **more: Any) -> Callable[[Form], Form]:
-    """A form that is not fused, for this reason."""
+    """Marks a form that is not fused, for this reason."""
 
     def add(form: Form) -> Form:
         LEFT[form.__name__] = (form, reason, more)
@@ -60,7 +60,7 @@ def left(reason: str, **more: Any) -> Callable[[Form], Form]:
 
 
 def other_group() -> dist.ProcessGroup:
-    """Of the same ranks; made before anything is compiled."""
+    """Returns another group of the same ranks, created before anything is compiled."""
     return _groups[0]
 
 
@@ -99,7 +99,7 @@ def grouped(x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, counts: Tensor) -> Te
 
 @found("moe_feed_forward")
 def torchtitan(x: Tensor, gate: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, score_before: bool = False) -> Tensor:
-    """Its router, reorderer and token dispatcher, with the permutation as PyTorch's operators."""
+    """TorchTitan's router, reorderer and token dispatcher, with the permutation as PyTorch operators."""
     scores, ids = top(x, gate)
     counts = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS).long()
     order = torch.argsort(ids.view(-1), stable=True)
@@ -124,13 +124,15 @@ def torchtitan(x: Tensor, gate: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, scor
 
 @found("moe_feed_forward")
 def torchtitan_scores_before(*given: Tensor) -> Tensor:
-    """Rows are weighted before they are sent: the operator begins with what is sent."""
+    """Rows are weighted before they are sent, so the operator starts with weighted rows."""
     return torchtitan(*given, score_before=True)
 
 
 @found("moe_feed_forward", dtype=torch.float32, gated="halves")
 def megatron(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    """Chunks sorted by expert with split and cat, a loop over local experts, gate and factor in one weight."""
+    """Megatron's form: chunks sorted by expert with split and cat, a loop over local experts, gate and up in one
+    weight.
+    """
     weights, ids = top(x, gate)
     flat = ids.flatten()
     order = torch.argsort(flat, stable=True)
@@ -153,7 +155,7 @@ def megatron(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
 
 @found("moe_feed_forward", dtype=torch.float32, k=3)
 def ids_are_sent(x: Tensor, gate: Tensor, w1: Tensor, w3: Tensor, w2: Tensor) -> Tensor:
-    """Rows travel with the numbers of their experts; three choices are added in the order of the experts."""
+    """Rows travel with their experts' numbers. Three choices are added in the order of the experts."""
     weights, ids = top(x, gate, 3)
     chosen, order = ids.flatten().sort(stable=True)
     counts = F.one_hot(chosen, EXPERTS).sum(0)
@@ -183,7 +185,7 @@ def one_expert_a_rank(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> Tensor
 
 @found("moe_feed_forward", dtype=torch.float32, gated=None)
 def unlike_ends(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> Any:
-    """What comes back is read as it is, counts are read too, and rows are sorted by a scatter."""
+    """The returned rows and the counts have other readers, and rows are sorted by a scatter."""
     _, ids = top(x, gate)
     order = ids.view(-1).argsort(stable=True)
     counts = torch.histc(ids.view(-1).float(), EXPERTS, 0, EXPERTS - 1).to(torch.int32)
@@ -208,7 +210,7 @@ def slots_sorted(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
 
 @found("moe_feed_forward", dtype=torch.float32, gated=None, transposed=True)
 def slots_with_bmm(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    """Slots for every choice, bmm of all slots."""
+    """Slots for every choice, and one bmm over all slots."""
     weights, ids = top(x, gate)
     chosen, order = ids.flatten().sort(stable=True)
     counts = F.one_hot(ids.flatten(), EXPERTS).sum(0)
@@ -226,7 +228,7 @@ def slots_with_bmm(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
 
 @left("no feed-forward networks", dtype=torch.float32, gated=None, transposed=True)
 def slots_with_biases(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    """Each token has a slot with each expert."""
+    """Each token has a slot in each expert."""
     _, ids = top(x, gate)
     flat, token = ids.flatten(), torch.arange(len(x), device=x.device).repeat_interleave(K)
     buffer = x.new_zeros(EXPERTS, len(x), DIM)
@@ -241,7 +243,7 @@ def slots_with_biases(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> Tensor
 def slots_by_one_hot(x: Tensor, gate: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, each: int = 0) -> Tensor:
     """Places are running sums of one-hot choices, slots are numbered, experts are a loop."""
     weights, ids = top(x, gate)
-    flat, each = ids.flatten(), each or len(x)  # topk names an expert once for a token
+    flat, each = ids.flatten(), each or len(x)  # topk names an expert at most once per token
     hot = F.one_hot(flat, EXPERTS)
     slot = flat * each + (hot.cumsum(0) * hot).sum(-1) - 1
     buffer = x.new_zeros(EXPERTS * each, DIM).index_copy_(0, slot, x.repeat_interleave(K, 0))
@@ -254,7 +256,7 @@ def slots_by_one_hot(x: Tensor, gate: Tensor, w1: Tensor, w3: Tensor, w2: Tensor
 
 @found("moe_feed_forward", dtype=torch.float32, transposed=True)
 def slots_of_tokens(x: Tensor, gate: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, change: Any = None) -> Tensor:
-    """A token's number is its place, which will do for topk's choices."""
+    """The token's number is its place, which is sufficient for topk's choices."""
     _, ids = top(x, gate)
     ids = ids if change is None else change(ids)
     flat, place = ids.flatten(), torch.arange(len(x), device=x.device).repeat_interleave(K)
@@ -266,7 +268,7 @@ def slots_of_tokens(x: Tensor, gate: Tensor, w1: Tensor, w3: Tensor, w2: Tensor,
 
 
 def _one_expert(x: Tensor, gate: Tensor, sent: Any, network: Any, back: Any = None) -> Tensor:
-    """With one expert a rank: what is sent, what the expert computes, and what is sent back, is said by the caller."""
+    """One expert per rank. The caller says what is sent, what the expert computes, and what is sent back."""
     _, ids = top(x, gate, 1)
     order = ids.view(-1).argsort(stable=True)
     counts = F.one_hot(ids.view(-1), WORLD).sum(0)
@@ -289,7 +291,7 @@ def another_activation(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> Tenso
 
 @left("no feed-forward networks", experts=WORLD, gated="apart")
 def rounded_elsewhere(x: Tensor, gate: Tensor, w1: Tensor, w3: Tensor, w2: Tensor) -> Tensor:
-    """The product of gate and factor is float32, and rounded once."""
+    """The product of gate and up is float32, and rounded once."""
 
     def network(got: Tensor) -> Tensor:
         hidden = F.silu((got @ w1[0].t()).float()) * (got @ w3[0].t())
@@ -317,7 +319,7 @@ def back_over_another_group(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> 
 
 @left("split sizes are not known", experts=WORLD, dtype=torch.float32, gated=None)
 def sizes_from_elsewhere(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    """They are how many rows of x are positive, which no sort of choices is known to follow."""
+    """Split sizes count rows of x that are positive. No known sort of choices produces them."""
     first = (x[:, 0] > 0).long()
     order = first.argsort(stable=True)
     counts = torch.stack([(1 - first).sum(), first.sum()])
@@ -328,7 +330,7 @@ def sizes_from_elsewhere(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> Ten
 
 @left("multiplies rows of several experts", dtype=torch.float32, gated=None)
 def experts_mixed_up(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    """Received rows are cut by ranks, and not by experts."""
+    """Received rows are split by ranks instead of experts."""
     _, ids = top(x, gate, 1)
     order = ids.view(-1).argsort(stable=True)
     counts = F.one_hot(ids.view(-1), EXPERTS).sum(0)
@@ -339,7 +341,7 @@ def experts_mixed_up(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
 
 
 def _sorted_and_sent(x: Tensor, gate: Tensor) -> Any:
-    """Rows received, counts sent and received, and what sends rows back."""
+    """Returns received rows, counts sent and received, and a function that sends rows back."""
     _, ids = top(x, gate)
     order = ids.view(-1).argsort(stable=True)
     counts = F.one_hot(ids.view(-1), EXPERTS).sum(0)
@@ -351,7 +353,7 @@ def _sorted_and_sent(x: Tensor, gate: Tensor) -> Any:
 
 @left("takes its rows in an order that is not known", dtype=torch.float32, gated=None)
 def sorted_twice(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    """Rows go back in the order that brought them to their experts, and not in its inverse."""
+    """Rows go back in the order that brought them to their experts, instead of its inverse."""
     got, _, theirs, back = _sorted_and_sent(x, gate)
     turned = torch.arange(LOCAL, device=x.device).repeat(WORLD).repeat_interleave(theirs).argsort(stable=True)
     parts = got[turned].split(theirs.view(WORLD, LOCAL).sum(0).tolist())
@@ -361,7 +363,7 @@ def sorted_twice(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
 
 @left("splits its rows at places that are not known", dtype=torch.float32, gated=None)
 def chunks_in_another_order(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    """Chunks are put together by ranks from the last to the first, and cut as if they were by experts."""
+    """Chunks are concatenated from the last rank to the first, and split as if they were sorted by expert."""
     got, _, theirs, back = _sorted_and_sent(x, gate)
     chunks = got.split(theirs.tolist())
     rows = torch.cat([chunks[r * LOCAL + e] for r in reversed(range(WORLD)) for e in range(LOCAL)])
@@ -373,7 +375,7 @@ def chunks_in_another_order(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> 
 
 @left("the ends of groups of", gated=None)
 def ends_that_are_not_the_rows(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    """The first group's end is one row early, where it has any."""
+    """The first group ends one row early, if it has any."""
     got, _, theirs, back = _sorted_and_sent(x, gate)
     turned = torch.arange(LOCAL, device=x.device).repeat(WORLD).repeat_interleave(theirs).argsort(stable=True)
     each = theirs.view(WORLD, LOCAL).sum(0)
@@ -385,7 +387,7 @@ def ends_that_are_not_the_rows(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) 
 
 @left("two of its rows could be put into the same slot", dtype=torch.float32, transposed=True)
 def slots_of_anybody(x: Tensor, gate: Tensor, w1: Tensor, w3: Tensor, w2: Tensor) -> Tensor:
-    """Experts are not topk's: a token could name one twice."""
+    """The experts do not come from topk: a token could name one twice."""
     return slots_of_tokens(x, gate, w1, w3, w2, lambda ids: ids.clamp(max=EXPERTS - 1))
 
 

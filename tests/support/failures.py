@@ -1,7 +1,7 @@
-"""Shared by the rows of the failure table (tests/distributed/test_failures_*.py): bounds, messages, measurements.
+"""Shared by the tests of the failure table (tests/distributed/test_failures_*.py): bounds, messages, measurements.
 
-Each row adds what it measured to the table "failures", printed at the end and written as JSON. Times run from the
-signal to the survivor's error arriving in the test process.
+Each test adds its measurements to the table "failures", which is printed at the end and written as JSON. Times run from
+the signal to the arrival of the survivor's error in the test process.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 from support import tables
 from support.outcome import Outcome
 
-KILL_BOUND_S = 1.0  # a killed local peer is noticed within this
+KILL_BOUND_S = 1.0  # time to notice a killed local peer
 TIMEOUT_S = 2.0
-SLACK_S = 5.0  # a timeout of T is told between T and T + SLACK_S
+SLACK_S = 5.0  # a timeout of T is reported between T and T + SLACK_S
 
 
 def record(row: str, case: str, bound: str, seconds: list[float] | float, message: str = "") -> None:
@@ -27,7 +27,7 @@ def record(row: str, case: str, bound: str, seconds: list[float] | float, messag
 
 
 def check_message(outcome: Outcome, guilty: int | None, operation: str) -> str:
-    """The survivor raised, and says who, what, which and what to do."""
+    """Checks that the survivor raised and its message names the rank, the operation, its number and a remedy."""
     assert outcome.kind == "error", outcome.describe()
     assert "RuntimeError" in outcome.value["bases"], outcome.value["bases"]
     text = outcome.message.splitlines()[0]

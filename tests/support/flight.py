@@ -1,4 +1,4 @@
-"""Flight records through the converter and PyTorch's own analyser, run as users run it: in a process of its own."""
+"""Runs flight records through the converter and PyTorch's own analyser in a separate process, as users do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ANALYSER = "torch.distributed.flight_recorder.fr_trace"
 
 
 def analyse(folder: Path, *options: str) -> str:
-    """Converts the records in the folder to folder/converted, has them analysed; the analyser's output."""
+    """Converts the folder's records to folder/converted and runs the analyser. Returns its output."""
     converted = folder / "converted"
     assert flight.main(["convert", str(folder), "--output", str(converted)]) == 0
     command = [sys.executable, "-m", ANALYSER, str(converted), *options]
@@ -23,5 +23,5 @@ def analyse(folder: Path, *options: str) -> str:
 
 
 def culprits(output: str) -> set[int]:
-    """Ranks that the analyser blames for a mismatch: those that differ from the first file it happens to read."""
+    """Returns ranks that the analyser blames for a mismatch: those that differ from the first file that it reads."""
     return {int(rank) for rank in re.findall(r"Culprit rank (\d+)", output)}

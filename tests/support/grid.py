@@ -1,7 +1,7 @@
-"""What the tests of collectives go through: dtypes, operations, sizes, numbers of ranks, and who carries the bytes.
+"""The parameters of the collectives' tests: dtypes, operations, sizes, numbers of ranks, and carriers.
 
-The same bodies run over shared memory and over Gloo (ARK_SHARED_MEMORY=off): whoever carries the bytes, the bits are
-those of support/reference.py.
+The same bodies run over shared memory and over Gloo (ARK_SHARED_MEMORY=off). The carrier must not change the bits,
+which are those of support/reference.py.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ SMALL = (0, 1, 3, 1023)
 LARGE = (65537, (1 << 20) + 3)
 WORLDS = [1, 2, 3, 4]
 CARRIERS = {"shm": {}, "gloo": {"ARK_SHARED_MEMORY": "off"}}
-if BACKEND == "gloo":  # for working on the tests themselves: what plain Gloo has
+if BACKEND == "gloo":  # plain Gloo's features, for working on the tests themselves
     DTYPES = SPREAD = (torch.float32, torch.float64, torch.int32, torch.int64, torch.int8, torch.uint8)
     OPS, LAYOUTS = ("SUM", "PRODUCT", "MIN", "MAX"), ("plain",)
 
-# The large one for a type of each width: what moves bytes knows no more of a type.
+# Large sizes for one type of each width, because data movement depends only on the width.
 WIDTHS = (torch.bool, torch.bfloat16, torch.float32, torch.int64, torch.complex128)
 SIZED = [(dtype, count) for dtype in DTYPES for count in SMALL + (LARGE[:1] if dtype in WIDTHS else ())]
 
@@ -59,12 +59,12 @@ def cases() -> list[tuple[torch.dtype, str]]:
 
 
 def uneven_splits(world: int, seed: int) -> list[list[int]]:
-    """splits[s][d]: elements that s sends to d; some rows and columns are empty."""
+    """splits[s][d] is the number of elements from s to d. Some rows and columns are empty."""
     return [[((s + 2 * d + seed) * 37) % 50 if (s + d + seed) % 3 else 0 for d in range(world)] for s in range(world)]
 
 
 def each_world(test: Any) -> Any:
-    """W = 1, 2, 3 over shared memory, 2 over Gloo (4 and 3 at night); W = 2 is quick."""
+    """W = 1, 2, 3 over shared memory, 2 over Gloo (4 and 3 at night). W = 2 is quick."""
     parameters = []
     for world in WORLDS:
         marks = {2: [pytest.mark.quick], 4: [pytest.mark.nightly]}.get(world, [])

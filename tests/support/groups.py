@@ -1,4 +1,4 @@
-"""Small things that every test of process groups needs."""
+"""Small helpers for tests of process groups."""
 
 from __future__ import annotations
 

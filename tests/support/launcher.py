@@ -1,11 +1,11 @@
-"""Running a test function on N ranks, each a real process, under a hard time limit.
+"""Runs a test function on N ranks, each a real process, under a hard time limit.
 
     values = run_ranks(body, 4, "argument")            # body(rank: Rank, "argument") on every rank
     with Job(body, 3) as job:                          # or act while they run
         job.wait_event(1, "inside"); job.kill(1); outcomes = job.finish(timeout=20)
 
-Whatever happens, leaving the `with` ends every process below the job. A job that outlives its limit is
-asked for the stacks of all its threads (they are in the failure's message), then killed.
+Leaving the `with` ends every process of the job in all cases. A job that exceeds its limit is asked for the stacks of
+all its threads (they are in the failure's message), then killed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from support.start import Zygote, base_environment, shared_zygote, store_address
 
 DEFAULT_TIMEOUT = 120.0
 BACKEND = os.environ.get("ARK_TEST_BACKEND", "ark")
-PYTORCHS_OWN = ("torchinductor_", "torchelastic_")  # caches that PyTorch itself leaves in the temporary folder
+PYTORCHS_OWN = ("torchinductor_", "torchelastic_")  # caches that PyTorch leaves in the temporary folder
 _serial = itertools.count()
 
 
@@ -109,7 +109,7 @@ class Job:
         self._spawned.append(subprocess.Popen(command, env=env, pass_fds=[fd]))
         return self._spawned[-1].pid
 
-    # -- what happens in the ranks
+    # -- in the ranks
 
     def _on_message(self, rank: int, message: tuple[str, Any, Any]) -> None:
         kind, first, second = message
@@ -135,7 +135,7 @@ class Job:
         self._ended.add(rank)
 
     def _step(self, deadline: float) -> None:
-        """Take in what has happened; waits for something until the deadline."""
+        """Processes events. Waits for one until the deadline."""
         for key, _ in self._selector.select(max(0.0, deadline - time.monotonic())):
             what, rank = key.data
             if what == "ended":
@@ -151,7 +151,7 @@ class Job:
         return rank in self._ended
 
     def wait_until(self, done: Callable[[], bool], timeout: float, what: str) -> None:
-        """Takes in what the ranks tell until `done()`; asks for their stacks, ends them and raises when it is late."""
+        """Processes events until `done()`. When it is late, asks for stacks, ends the ranks and raises."""
         deadline = time.monotonic() + timeout
         while not done():
             if time.monotonic() >= deadline:
@@ -159,7 +159,7 @@ class Job:
             self._step(deadline)
 
     def fail(self, reason: str) -> None:
-        """Ask for stacks, end everything, raise."""
+        """Asks for stacks, ends everything and raises."""
         alive = [rank for rank in range(self.count) if rank not in self._ended]
         for rank in alive:
             processes.signal_quietly(self.pids[rank], signal.SIGCONT)
@@ -171,15 +171,15 @@ class Job:
         raise error
 
     def read_logs(self) -> None:
-        """What the ranks have printed so far, into their outcomes."""
+        """Copies what the ranks have printed so far to their outcomes."""
         for outcome in self.outcomes:
             path = self.scratch / f"rank{outcome.rank}.log"
             outcome.log = path.read_text(errors="replace") if path.exists() else ""
 
-    # -- what a test does
+    # -- for tests
 
     def wait_event(self, rank: int, name: str, timeout: float = DEFAULT_TIMEOUT) -> Any:
-        """Wait until the rank reports the event; fails at once when it ends before that."""
+        """Waits until the rank reports the event. Fails at once if the rank ends before."""
         outcome = self.outcomes[rank]
         self.wait_until(lambda: name in outcome.events or rank in self._ended, timeout, f"rank {rank}: {name}")
         if name not in outcome.events:
@@ -197,7 +197,7 @@ class Job:
             self.go(rank, name, value)
 
     def kill(self, rank: int) -> float:
-        """SIGKILL; the time at which it was sent."""
+        """Sends SIGKILL. Returns the time."""
         now = time.monotonic()
         if rank not in self._ended:
             processes.signal_quietly(self.pids[rank], signal.SIGKILL)
@@ -215,19 +215,19 @@ class Job:
         processes.signal_quietly(self.pids[rank], signal.SIGCONT)
 
     def wait_outcomes(self, ranks: list[int], timeout: float) -> list[Outcome]:
-        """Wait until these ranks have said what became of them (they may still be exiting)."""
+        """Waits until these ranks have reported their outcome. They may still be exiting."""
         self.wait_until(lambda: all(self.outcomes[r].kind != "running" for r in ranks), timeout, f"ranks {ranks}")
         return [self.outcomes[rank] for rank in ranks]
 
     def finish(self, timeout: float = DEFAULT_TIMEOUT, ranks: list[int] | None = None) -> list[Outcome]:
-        """Wait until the ranks (all of them) have ended."""
+        """Waits until the ranks (default: all) have ended."""
         wanted = range(self.count) if ranks is None else ranks
         self.wait_until(lambda: all(r in self._ended for r in wanted), timeout, "the ranks end")
         self.read_logs()
         return [self.outcomes[rank] for rank in wanted]
 
     def values(self, timeout: float = DEFAULT_TIMEOUT) -> list[Any]:
-        """The values that the ranks returned; raises with every rank's story when one did not."""
+        """Returns the ranks' values. Raises with every rank's report if one did not return."""
         outcomes = self.finish(timeout)
         if any(o.kind != "result" or o.exit_code != 0 for o in outcomes):
             bad = [o.rank for o in outcomes if o.kind != "result" or o.exit_code != 0]
@@ -263,9 +263,10 @@ class Job:
 def run_ranks(
     body: Callable[..., Any], count: int, *args: Any, timeout: float = DEFAULT_TIMEOUT, **options: Any
 ) -> list[Any]:
-    """Run the function on every rank; their values in rank order.
+    """Runs the function on every rank and returns the values in rank order.
 
-    By day a rank that has destroyed its groups leaves at once; by night, and in a Job, by the interpreter's shutdown.
+    By day, a rank that has destroyed its groups exits at once. By night, and in a Job, the interpreter shuts down
+    normally.
     """
     options.setdefault("leaves_at_once", "ARK_TEST_NIGHT" not in os.environ)
     with Job(body, count, *args, **options) as job:

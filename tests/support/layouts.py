@@ -1,7 +1,7 @@
-"""The same values in different places: contiguous, at an odd offset, strided, transposed.
+"""The same values in different memory layouts: contiguous, at an odd offset, strided, transposed.
 
-Every tensor lies in a larger buffer filled with a pattern; `Placed.check()` sees that nothing but the
-tensor's own elements was written.
+Every tensor is inside a larger buffer filled with a pattern. `Placed.check()` checks that only the tensor's own
+elements were written.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ LAYOUTS = ("plain", "offset", "strided", "transposed")
 
 
 def poison(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill the tensor's own elements with bytes that no result has by chance."""
+    """Fills the tensor's own elements with bytes that no result contains by chance."""
     flat = torch.full((tensor.numel() * tensor.element_size(),), POISON, dtype=torch.uint8, device=tensor.device)
     tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
     return tensor
 
 
 class Placed:
-    """A tensor in a buffer of its own, with its surroundings watched."""
+    """A tensor in its own buffer, with the memory around it checked."""
 
     def __init__(self, values: torch.Tensor, layout: str, device: torch.device | str = "cpu") -> None:
         count, dtype = values.numel(), values.dtype

@@ -1,7 +1,7 @@
-"""Cases of mixtures of experts, drawn from seeds: for tests/ops and tests/gpu.
+"""Random cases of mixtures of experts, for tests/ops and tests/gpu.
 
-The reference is the unfused form over the same group: rows sorted by expert, all_to_all_single by counts, sorted anew;
-products expert by expert; back the same way, and index_add in the order of the choices in float32 (float64 in float64).
+The reference is the unfused form over the same group: rows sorted by expert, all_to_all_single by counts, sorted again,
+products expert by expert, back the same way, and index_add in the order of the choices in float32 (float64 in float64).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ACTIVATIONS = {
 class Case:
     tokens: list[int]  # by rank
     k: int
-    local: int  # experts of a rank
+    local: int  # experts per rank
     dim: int
     dtype: torch.dtype = torch.float32
     kind: str = "random"  # ids: random (some -1), distinct, one (all to one expert), none
@@ -41,7 +41,7 @@ class Case:
 
 
 def draw(case: Case, rank: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
-    """x, topk_ids, topk_weights."""
+    """Returns x, topk_ids and topk_weights."""
     generator = torch.Generator().manual_seed(1000 * case.seed + rank)
     tokens = case.tokens[rank]
     shape = (tokens, case.k)
@@ -57,7 +57,7 @@ def draw(case: Case, rank: int, device: torch.device | str = "cpu") -> tuple[Ten
 
 
 def draw_experts(case: Case, rank: int, ffn: int, gated: bool, device: torch.device | str = "cpu") -> list[Tensor]:
-    """w1, w2."""
+    """Returns w1 and w2."""
     generator = torch.Generator().manual_seed(7000 + 1000 * case.seed + rank)
     rows = 2 * ffn if gated else ffn
     made = [
@@ -87,13 +87,13 @@ def exchanged(rows: Tensor, sent: list[int], received: list[int], group: Any) ->
 
 
 class Unfused:
-    """The way there and back through all_to_all_single."""
+    """Dispatch and combine through all_to_all_single."""
 
     def __init__(self, case: Case, topk_ids: Tensor, group: Any = None) -> None:
         self.group, self.case = group, case
         world, me = dist.get_world_size(group), dist.get_rank(group)
         flat = topk_ids.flatten().long()
-        routed = flat.argsort(stable=True)[int((flat < 0).sum()) :]  # choices, by expert
+        routed = flat.argsort(stable=True)[int((flat < 0).sum()) :]  # choices, sorted by expert
         self.choices = routed
         mine = torch.bincount(flat[routed].cpu(), minlength=case.experts)
         counts = [torch.empty_like(mine) for _ in range(world)]

@@ -1,4 +1,4 @@
-"""What became of a rank, and the error that tells every rank's story."""
+"""The outcome of a rank, and the error that reports all outcomes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 @dataclass
 class Outcome:
-    """What became of one rank."""
+    """The outcome of one rank."""
 
     rank: int
-    kind: str = "running"  # result, error, exit, lost (ended without a word), killed (by the test)
+    kind: str = "running"  # result, error, exit, lost (ended without a report), killed (by the test)
     value: Any = None
     exit_code: int | None = None
-    ended: float = 0.0  # time.monotonic() when its result or error arrived, else when it ended
+    ended: float = 0.0  # time.monotonic() when its result or error arrived, otherwise when it ended
     events: dict[str, Any] = field(default_factory=dict)
     log: str = ""
 

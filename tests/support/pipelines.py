@@ -30,13 +30,13 @@ def optimizer(parts: list[nn.Module]) -> torch.optim.Optimizer:
 
 
 class Staged:
-    """This rank's part: `schedule`, and the modules that it runs by their numbers."""
+    """This rank's part: `schedule`, and its modules by number."""
 
     def __init__(self, name: str, rank: int, ranks: int, device: torch.device, group: Any = None) -> None:
         each = 1 if name in ("GPipe", "1F1B") else 2
         self.count = ranks * each
         numbers = [rank + ranks * i for i in range(each)]
-        if name == "ZBVZeroBubble":  # a V: the first rank has the last stage too
+        if name == "ZBVZeroBubble":  # V-shaped: the first rank also has the last stage
             numbers = [rank, self.count - 1 - rank]
         every = layers(self.count, device)
         self.own = {number: every[number] for number in numbers}
@@ -57,7 +57,7 @@ class Staged:
 def in_one_process(
     count: int, steps: int, device: torch.device, max_norm: float | None = None
 ) -> tuple[list[float], list[list[Tensor]]]:
-    """Losses, and each layer's weights."""
+    """Returns losses, and each layer's weights."""
     parts = layers(count, device)
     made, losses = optimizer(parts), []
     for step in range(steps):
@@ -77,7 +77,7 @@ def in_one_process(
 
 
 def by_schedule(staged: Staged, steps: int, device: torch.device) -> None:
-    """The loop that people write."""
+    """The training loop that people write."""
     made = optimizer(list(staged.own.values()))
     for step in range(steps):
         inputs, target = (tensor.to(device) for tensor in batch(step))
@@ -91,7 +91,7 @@ def by_schedule(staged: Staged, steps: int, device: torch.device) -> None:
 def check(
     run: Callable[[Any], Tensor], staged: Staged, steps: int, device: torch.device, max_norm: float | None = None
 ) -> None:
-    """Trains by run(batch), and compares losses and weights with those of one process, which adds in another order."""
+    """Trains with run(batch). Compares losses and weights with one process, which adds in another order."""
     losses, weights = in_one_process(staged.count, steps, device, max_norm)
     for step in range(steps):
         loss = run(batch(step))

@@ -1,7 +1,8 @@
-"""The C++ compiler of compiled regions, with the standard headers precompiled: two thirds of a small region's time.
+"""The C++ compiler for compiled regions with precompiled standard headers, which take two thirds of a small region's
+time.
 
-Only for -O1: GCC 12 takes what it has precompiled at another level, too, and crashes. Inductor's kernels are compiled
-with -O1, too. At night tests use the compiler as it is.
+Only for -O1: GCC 12 also uses headers precompiled at another level, and crashes. Inductor's kernels are compiled with
+-O1, too. At night the tests use the compiler without changes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from support.start import TESTS
 
 FOLDER = TESTS.parent / "build" / "compiler-of-tests"
 KERNELS = TESTS.parent / "ark_torch" / "kernels"
-# As in csrc/jit/host_compiler.cpp.
+# Same as in csrc/jit/host_compiler.cpp.
 OPTIONS = [
     *("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-fvisibility=hidden"),
     *("-fno-math-errno", "-fno-trapping-math", "-fwrapv", "-ffp-contract=fast", "-Wno-psabi", "-O1"),
@@ -34,10 +35,10 @@ exec {compiler} "$@" -O1
 
 
 def compiler(folder: Path) -> str | None:
-    """What CXX is to be, made in that folder once and kept for later runs; None where it is no GCC.
+    """Returns the value of CXX, created once in that folder and reused by later runs, or None if it is not GCC.
 
-    Its name is g++, by which Inductor knows that GCC would find a precompiled header of its own. Inductor keeps one for
-    each compiler's path and command, so the path is the same in all runs.
+    Its name is g++, by which Inductor recognizes that GCC would find its own precompiled header. Inductor keeps one for
+    each compiler path and command, so the path must be the same in all runs.
     """
     found = shutil.which("c++")
     if found is None or "CXX" in os.environ:
@@ -64,5 +65,5 @@ def compiler(folder: Path) -> str | None:
     return str(script)
 
 
-if __name__ == "__main__":  # for the C++ tests; without a GCC any compiler
+if __name__ == "__main__":  # for the C++ tests; without GCC it prints any compiler
     print(compiler(FOLDER) or "c++")

@@ -1,8 +1,7 @@
-"""Finding, stopping and ending processes, and seeing what they left behind (Linux only).
+"""Finds, stops and ends processes, and checks what they left behind (Linux only).
 
-The test process makes itself a child subreaper: whatever a test starts, however deep, becomes its child
-when the parent goes. So "nothing is left running" is a statement about our own descendants, and does not
-depend on names.
+The test process makes itself a child subreaper. Any process that a test starts becomes its child when the parent ends.
+So "nothing is left running" is a statement about our own descendants and does not depend on names.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ def become_subreaper() -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """The calling process is killed when the thread that is its parent ends."""
+    """Makes the kernel kill the calling process when the parent thread ends."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(70)
 
 
 def _stat_fields(pid: int) -> list[str]:
-    # The command's name may hold spaces and brackets: everything after the last ")" is regular.
+    # The command's name may contain spaces and brackets. After the last ")" the format is regular.
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
@@ -40,7 +39,7 @@ def parent_of(pid: int) -> int:
 
 
 def state_of(pid: int) -> str:
-    """R, S, D, T (stopped), Z (ended, not yet waited for); "" when there is no such process."""
+    """Returns R, S, D, T (stopped), Z (ended, not yet reaped), or "" if there is no such process."""
     try:
         return _stat_fields(pid)[0]
     except (OSError, IndexError):
@@ -48,7 +47,7 @@ def state_of(pid: int) -> str:
 
 
 def descendants(root: int, skip: frozenset[int] = frozenset()) -> list[int]:
-    """Every living process below `root`, without the trees rooted at `skip`."""
+    """Returns every living process below `root`, without the trees rooted at `skip`."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -81,7 +80,7 @@ def signal_quietly(pid: int, number: int) -> None:
 
 
 def reap() -> dict[int, int]:
-    """Collect children that have ended: pid -> wait status."""
+    """Reaps children that have ended: pid -> wait status."""
     ended = {}
     while True:
         try:
@@ -94,7 +93,7 @@ def reap() -> dict[int, int]:
 
 
 def end_tree(pids: list[int], bound: float = 10.0) -> None:
-    """Kill these processes and all below them; returns when they are gone."""
+    """Kills these processes and all below them. Returns when they are gone."""
     deadline = time.monotonic() + bound
     targets = set(pids)
     for pid in pids:
@@ -116,7 +115,7 @@ def end_tree(pids: list[int], bound: float = 10.0) -> None:
 
 
 def exit_code(status: int) -> int:
-    """As subprocess reports it: negative for a signal."""
+    """Converts like subprocess: negative for a signal."""
     return os.waitstatus_to_exitcode(status)
 
 
@@ -138,7 +137,7 @@ def resident_kib(pid: int | str = "self") -> int:
 
 
 def shared_memory_kib(pid: int | str = "self") -> int:
-    """Shared anonymous memory (memfd, shm) that the process has touched."""
+    """Returns the shared anonymous memory (memfd, shm) that the process has touched."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssShmem:"):
             return int(line.split()[1])

@@ -1,7 +1,7 @@
-"""Cases of products with collectives, drawn from seeds: for tests/ops and tests/gpu.
+"""Random cases of products with collectives, for tests/ops and tests/gpu.
 
-Every rank draws every rank's matrices, so that it knows the whole result. The reference is the unfused form: torch.mm,
-rounded to the dtype, and the ranks' products added in float32 (float64 in float64) in rank order, rounded once.
+Every rank draws every rank's matrices, so that it knows the whole result. The reference is the unfused form: torch.mm
+rounded to the dtype, then the ranks' products added in float32 (float64 in float64) in rank order and rounded once.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ LAYOUTS = ("plain", "transposed", "strided", "narrowed")
 @dataclass
 class Case:
     name: str
-    m: int  # rows of a, of one rank
-    k: list[int]  # by rank: all the same for all_gather_matmul
-    n: list[int]  # by rank: all the same for the others
+    m: int  # rows of a, per rank
+    k: list[int]  # by rank: equal for all_gather_matmul
+    n: list[int]  # by rank: equal for the other operators
     dtype: torch.dtype = torch.float32
     a: str = "plain"
     b: str = "plain"
@@ -43,7 +43,7 @@ class Case:
 
 
 def laid_out(matrix: Tensor, layout: str) -> Tensor:
-    """The same values with other strides."""
+    """Returns the same values with other strides."""
     if layout == "transposed":
         return matrix.t().contiguous().t()
     if layout == "strided":
@@ -78,7 +78,7 @@ def random_case(random: Random, world: int, seed: int, dtypes: tuple[torch.dtype
 
 
 def added(products: list[Tensor]) -> Tensor:
-    """In rank order, in float32 (float64 in float64), rounded once."""
+    """Adds in rank order in float32 (float64 in float64), and rounds once."""
     wide = torch.float64 if products[0].dtype == torch.float64 else torch.float32
     total = products[0].to(wide)
     for product in products[1:]:
@@ -97,7 +97,7 @@ def reference(case: Case, rank: int, world: int, device: torch.device | str = "c
 
 
 def exact(case: Case, rank: int, world: int) -> Tensor:
-    """In float64 throughout."""
+    """Computes everything in float64."""
     parts = [tuple(one.double() for one in draw(case, r)) for r in range(world)]
     if case.name == "all_gather_matmul":
         return torch.cat([a for a, _ in parts]) @ parts[rank][1]
@@ -106,7 +106,7 @@ def exact(case: Case, rank: int, world: int) -> Tensor:
 
 
 def unfused(case: Case, a: Tensor, b: Tensor, world: int, group: Any = None) -> Tensor:
-    """torch.mm and the group's collective."""
+    """Computes torch.mm and the group's collective."""
     if case.name == "all_gather_matmul":
         gathered = a.new_empty(world * a.shape[0], a.shape[1])
         dist.all_gather_into_tensor(gathered, a.contiguous(), group=group)
@@ -126,7 +126,7 @@ def same(got: Tensor, wanted: Tensor, what: object) -> None:
 
 
 def close(got: Tensor, wanted: Tensor, depth: int, what: object) -> None:
-    """Within the rounding of products of normally distributed elements, and of their sum."""
+    """Checks against the rounding of products of normally distributed elements and of their sum."""
     assert got.shape == wanted.shape, what
     if not got.numel():
         return

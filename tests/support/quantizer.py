@@ -1,7 +1,7 @@
-"""Quantisation by buckets and the collectives made of it, in plain torch: the oracle of csrc/collectives/compressed.
+"""Bucket quantisation and the collectives based on it, in plain torch: the oracle of csrc/collectives/compressed.
 
-Written from the description in ark_torch/kernels/protocol/quantize.hpp, without its code. All
-arithmetic is float32, each operation rounded by itself, as torch's on CPU tensors is.
+It follows the description in ark_torch/kernels/protocol/quantize.hpp, but not its code. All arithmetic is float32, and
+each operation is rounded separately, as torch does on CPU tensors.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Segment:
 
 
 def philox(seed: int, counters: tuple[Tensor, Tensor, Tensor, Tensor]) -> list[Tensor]:
-    """Philox4x32-10; int64 tensors that hold 32 bits each."""
+    """Philox4x32-10. The int64 tensors hold 32 bits each."""
     low = 0xFFFFFFFF
     k0, k1 = seed & low, seed >> 32 & low
     c0, c1, c2, c3 = counters
     for _ in range(10):
-        # The products have 64 bits, which int64 wraps: halves of 16 bits keep it exact.
+        # 64-bit products would overflow int64, so halves of 16 bits keep them exact.
         high_a, low_a = _multiply(c0, 0xD2511F53)
         high_b, low_b = _multiply(c2, 0xCD9E8D57)
         c0, c1, c2, c3 = high_b ^ c1 ^ k0, low_b, high_a ^ c3 ^ k1, low_a
@@ -53,7 +53,7 @@ def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
 
 
 def chances(shape: torch.Size, settings: Settings, number: int, rank: int, stage: int) -> Tensor:
-    """16 random bits for each element of buckets `number` and on."""
+    """Returns 16 random bits for each element of the buckets from `number` on."""
     count, width = shape
     groups = torch.arange(-(-width // 8)).expand(count, -1)
     buckets = torch.arange(number, number + count).unsqueeze(1).expand_as(groups)
@@ -63,7 +63,7 @@ def chances(shape: torch.Size, settings: Settings, number: int, rank: int, stage
 
 
 def code(x: Tensor, bits: int, settings: Settings, number: int, rank: int, stage: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Heads ([buckets, 2], float32), codes and values of buckets, a row each; codes of a NaN's bucket are anything."""
+    """Returns heads ([buckets, 2], float32), codes and values of buckets, a row each. NaN makes codes arbitrary."""
     chance = chances(x.shape, settings, number, rank, stage) if settings.rounding == "stochastic" else None
     fraction = None if chance is None else chance.float() / 65536
     finite = x.isfinite().all(1, keepdim=True)
@@ -93,7 +93,7 @@ def code(x: Tensor, bits: int, settings: Settings, number: int, rank: int, stage
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Little end first, in whole groups of eight codes, then zeros up to a multiple of eight bytes."""
+    """Packs little-endian, in whole groups of eight codes, with zeros up to a multiple of eight bytes."""
     filled = torch.zeros(-(-codes.numel() // 8) * 8, dtype=torch.int64)
     filled[: codes.numel()] = codes
     each = (filled.unsqueeze(1) >> torch.arange(bits) & 1).flatten().view(-1, 8)
@@ -102,14 +102,14 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def _buckets(x: Tensor, bucket: int) -> list[tuple[int, Tensor]]:
-    """The whole ones, then the short one: the first one's number, and a row for each."""
+    """Returns the whole buckets, then the short one: the number of the first, and a row for each."""
     whole = x.numel() // bucket
     parts = [(0, x[: whole * bucket].view(whole, bucket)), (whole, x[whole * bucket :].unsqueeze(0))]
     return [(number, part) for number, part in parts if part.numel()]
 
 
 def records(x: Tensor, segment: Segment, settings: Settings) -> Tensor:
-    """The bytes of a tensor's buckets."""
+    """Returns the bytes of a tensor's buckets."""
     made = [torch.empty(0, dtype=torch.uint8)]
     for number, rows in _buckets(x.float(), segment.bucket):
         heads, codes, _ = code(rows, segment.bits, settings, number, 0, 0)
@@ -119,7 +119,7 @@ def records(x: Tensor, segment: Segment, settings: Settings) -> Tensor:
 
 
 def coded(x: Tensor, segments: list[Segment], settings: Settings, rank: int, stage: int) -> Tensor:
-    """What all segments' elements are after they were quantised; exact segments as they are."""
+    """Returns all segments' elements after quantisation. Exact segments are unchanged."""
     values, at, first = [x[:0]], 0, 0
     for segment in segments:
         mine = x[at : at + segment.numel]
@@ -139,7 +139,7 @@ def _exact(segments: list[Segment]) -> Tensor:
 def _first(
     inputs: list[Tensor], residuals: list[Tensor] | None, segments: list[Segment], settings: Settings
 ) -> list[Tensor]:
-    """What ranks send; residuals are replaced by what that lost."""
+    """Returns what ranks send. Residuals are replaced by the loss."""
     sent = []
     for rank, given in enumerate(inputs):
         x = given.float() if residuals is None else given.float() + residuals[rank]
@@ -168,7 +168,7 @@ def all_reduce(
     op: str,
     owners: Tensor,
 ) -> Tensor:
-    """The result on all ranks; `owners`: of each element."""
+    """Returns the result on all ranks. `owners` has each element's owner."""
     if len(inputs) == 1:
         segments = [Segment(s.numel, 0, s.bucket) for s in segments]
     total = _add(_first(inputs, residuals, segments, settings), op)
@@ -185,7 +185,7 @@ def all_reduce(
 def reduce_scatter(
     inputs: list[Tensor], residuals: list[Tensor] | None, segments: list[Segment], settings: Settings, op: str
 ) -> Tensor:
-    """Of all ranks, one behind the other."""
+    """Returns the results of all ranks, concatenated."""
     shares = [segment for _ in inputs for segment in segments]
     if len(inputs) == 1:
         shares = [Segment(s.numel, 0, s.bucket) for s in shares]
@@ -202,12 +202,12 @@ def all_gather(inputs: list[Tensor], segments: list[Segment], settings: Settings
 def record_bytes(numel: int, bits: int, element_bytes: int) -> int:
     if bits == 0:
         return (numel * element_bytes + 7) // 8 * 8
-    groups = (numel + 7) // 8  # of eight codes, `bits` bytes each
+    groups = (numel + 7) // 8  # eight codes each, in `bits` bytes
     return 8 + (groups * bits + 7) // 8 * 8
 
 
 def owners(segments: list[Segment], element_bytes: int, world: int) -> Tensor:
-    """The rank that owns each element: a bucket's is the one in whose share of all bytes it begins."""
+    """Returns each element's owner: the rank whose share of all bytes contains the start of its bucket."""
     sizes, counts = [], []
     for s in segments:
         for i in range(0, s.numel, s.bucket):

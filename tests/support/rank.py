@@ -1,8 +1,8 @@
-"""What a rank of a test sees: `Rank`, and the code around a test function in the rank's own process.
+"""A rank of a test: `Rank`, and the code that runs a test function in the rank's own process.
 
-A test function is a top-level function `body(rank: Rank, *args)` of a test module. What it returns goes to
-the test process; what it raises goes there too, with its traceback. `rank.report(name, value)` and
-`rank.wait_for(name)` let the test process act (kill, stop, resume) at a chosen point.
+A test function is a top-level function `body(rank: Rank, *args)` of a test module. Its value, or its exception with the
+traceback, goes to the test process. With `rank.report(name, value)` and `rank.wait_for(name)` the test process can act
+(kill, stop, resume) at a chosen point.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ class Rank:
         self._inits = 0
 
     def fresh(self, job: str) -> None:
-        """Begins anew under another name: stores of before are not met again."""
+        """Restarts under another name, so that it does not see the previous stores."""
         self.job, self._inits = job, 0
 
     def report(self, name: str, value: Any = None) -> None:
-        """Tell the test process that a point has been reached."""
+        """Tells the test process that a point has been reached."""
         wire.send(self._sock, ("event", name, value))
 
     def wait_for(self, name: str) -> Any:
-        """Wait until the test process says go(name); returns its value."""
+        """Waits until the test process calls go(name). Returns its value."""
         message, _ = wire.receive(self._sock)
         if message[0] != name:
             raise AssertionError(f"rank {self.rank} waits for {name!r} and was told {message[0]!r}")
         return message[1]
 
     def store(self, name: str = "") -> dist.Store:
-        """A store of this job alone, kept by the test process, so that no rank's death takes it away."""
+        """Returns a store for this job only. The test process hosts it, so that it survives the death of any rank."""
         import torch.distributed as dist
 
         host, port = self._spec["store"]
@@ -64,7 +64,7 @@ class Rank:
         return dist.PrefixStore(f"{self.job}/{name}", tcp)
 
     def init(self, backend: str | None = None, timeout: float = 60.0, **options: Any) -> dist.ProcessGroup:
-        """init_process_group over this job's store; may be called again after destroy."""
+        """Calls init_process_group over this job's store. It may be called again after destroy."""
         import torch.distributed as dist
 
         self._inits += 1
@@ -79,13 +79,13 @@ class Rank:
         group = dist.group.WORLD
         if group is None:
             raise AssertionError("init_process_group returned without a world group")
-        if backend == "gloo":  # its ranks connect one by one, and one that ends breaks off the others' start
+        if backend == "gloo":  # its ranks connect one by one, and one that ends would abort the others' start
             dist.barrier()
         return group
 
 
 def load(path: str, name: str) -> Any:
-    """The test module by file, registered so that its classes can be pickled."""
+    """Loads the test module by file, and registers it so that its classes can be pickled."""
     module_name = Path(path).stem
     if module_name not in sys.modules:
         sys.path.insert(0, str(Path(path).parent))
@@ -111,7 +111,7 @@ def _redirect(path: str) -> None:
 
 
 def describe(error: BaseException) -> dict[str, Any]:
-    """The error as it travels to the test process."""
+    """Returns the error as it is sent to the test process."""
     return {
         "type": type(error).__name__,
         "bases": [base.__name__ for base in type(error).__mro__],
@@ -121,8 +121,10 @@ def describe(error: BaseException) -> dict[str, Any]:
 
 
 def run_rank(spec: dict[str, Any], index: int, fd: int) -> None:
-    """Run the test's function; ends with SystemExit, so that the interpreter shuts down as it always does, or at once:
-    the shutdown takes half a second, and copies most of what the ranks share with the zygote."""
+    """Runs the test's function. It ends with SystemExit and the interpreter's normal shutdown, or at once.
+
+    The shutdown takes half a second, and copies most of the pages shared with the zygote.
+    """
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)
     _redirect(f"{spec['scratch']}/rank{index}.log")
@@ -158,7 +160,7 @@ def run_rank(spec: dict[str, Any], index: int, fd: int) -> None:
     except SystemExit as leave:
         code = leave.code if isinstance(leave.code, int) else 1
         wire.send(sock, ("exit", code, None))
-    except BaseException as error:  # whatever it is, the test process has to hear of it
+    except BaseException as error:  # the test process must hear of any error
         code = 1
         traceback.print_exc()
         wire.send(sock, ("error", describe(error), None))
@@ -170,7 +172,7 @@ def run_rank(spec: dict[str, Any], index: int, fd: int) -> None:
 
 
 def main() -> None:
-    """A spawned rank: a fresh interpreter gets its spec through the socket."""
+    """A spawned rank: a fresh interpreter that gets its spec through the socket."""
     fd = int(sys.argv[1])
     sock = socket.socket(fileno=fd)
     (spec, index), _ = wire.receive(sock)

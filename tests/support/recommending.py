@@ -1,4 +1,4 @@
-"""A small recommender whose tables are split over ranks, and the loop that trains it without ark_torch.train."""
+"""A small recommender with tables distributed over ranks, and a loop that trains it without ark_torch.train."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SAMPLES, LONGEST = 6, 3
 
 
 class Recommender(nn.Module):
-    """Pooled bags of four tables, and a perceptron over them."""
+    """Pooled bags of four tables, followed by a perceptron."""
 
     def __init__(self, device: torch.device | str = "cpu", **kwargs: Any) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Recommender(nn.Module):
 
 
 def batch(number: int, rank: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """Values with room behind them, as many in each batch; lengths; what is to be learned."""
+    """Returns values padded to the same number in each batch, lengths, and targets."""
     generator = torch.Generator().manual_seed(100 * number + rank)
     lengths = torch.randint(0, LONGEST + 1, (len(TABLES), SAMPLES), generator=generator)
     values = torch.zeros(len(TABLES) * SAMPLES * LONGEST, dtype=torch.int64)
@@ -51,14 +51,14 @@ def loss(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
 
 
 def optimizer_of(model: Recommender, **kwargs: Any) -> torch.optim.Optimizer:
-    """Of what the backward pass does not update."""
+    """Returns the optimizer of all parameters that the backward pass does not update."""
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, **kwargs)
 
 
 def in_a_loop(
     model: Recommender, steps: int, rank: int, device: torch.device | str = "cpu", **kwargs: Any
 ) -> list[Tensor]:
-    """Losses; the perceptron is under DistributedDataParallel, and the tables' module averages for itself."""
+    """Returns losses. DistributedDataParallel wraps the perceptron; the tables' module averages by itself."""
     model.rest = DDP(model.rest)
     optimizer, losses = optimizer_of(model, **kwargs), []
     for number in range(steps):

@@ -1,9 +1,9 @@
-"""What a reduction must give, to the bit, computed locally: the project's one arithmetic.
+"""The exact result of a reduction, computed locally by the project's rules.
 
-Inputs are a pure function of (seed, rank), so every rank knows everybody's and needs no second channel.
-Sums are in rank order; 8- and 16-bit floats accumulate in float32 and are rounded once; integers wrap; AVG
-divides the accumulated sum by the number of ranks; PREMUL_SUM multiplies in the accumulation type. NumPy
-does the arithmetic, element by element, so that nothing is fused or reordered.
+Inputs are a pure function of (seed, rank), so that every rank knows all of them without communication. Sums are in rank
+order. 8- and 16-bit floats accumulate in float32 and are rounded once, integers wrap, AVG divides the accumulated sum
+by the number of ranks, and PREMUL_SUM multiplies in the accumulation type. NumPy computes element by element, so that
+nothing is fused or reordered.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LOGICAL_AND = {"PRODUCT", "MIN", "BAND"}
 
 
 def supported(dtype: torch.dtype, op: str) -> bool:
-    """Whether the operation means something for the type."""
+    """Returns whether the operation is defined for the type."""
     if dtype in BOOL:
         return op not in ("AVG", "PREMUL_SUM")
     if dtype in INTS:
@@ -40,7 +40,7 @@ def supported(dtype: torch.dtype, op: str) -> bool:
 
 
 def make_input(dtype: torch.dtype, count: int, seed: int, rank: int) -> torch.Tensor:
-    """Rank `rank`'s input: random bits for integers, widely spread magnitudes for floats."""
+    """Returns rank `rank`'s input: random bits for integers, widely spread magnitudes for floats."""
     if count == 0:
         return torch.empty(0, dtype=dtype)
     random = np.random.default_rng([seed, rank, count])
@@ -63,7 +63,7 @@ def _combine(a: np.ndarray, b: np.ndarray, op: str) -> np.ndarray:
         return a + b
     if op == "PRODUCT":
         return a * b
-    if op in ("MIN", "MAX"):  # IEEE 754-2019's minimum and maximum: a NaN wins, and -0 is below +0
+    if op in ("MIN", "MAX"):  # as in IEEE 754-2019: NaN wins, and -0 is below +0
         picked = np.minimum(a, b) if op == "MIN" else np.maximum(a, b)
         if a.dtype.kind == "f":
             prefer_a = np.signbit(a) if op == "MIN" else ~np.signbit(a)
@@ -75,9 +75,9 @@ def _combine(a: np.ndarray, b: np.ndarray, op: str) -> np.ndarray:
 def reduce(
     inputs: list[torch.Tensor], op: str, factors: list[float] | None = None, nodes: Sequence[int] = ()
 ) -> torch.Tensor:
-    """The exact result of reducing one tensor per rank, of the inputs' dtype and shape.
+    """Returns the exact result of reducing one tensor per rank, in the inputs' dtype and shape.
 
-    nodes: the node of every rank; the ranks of each are reduced first. None: all are on one.
+    `nodes` is the node of every rank. The ranks of a node are reduced first. Empty: all ranks are on one node.
     """
     dtype = inputs[0].dtype
     if inputs[0].numel() == 0:
@@ -104,12 +104,12 @@ def reduce(
             total = total / total.dtype.type(len(inputs))
     result = torch.from_numpy(np.ascontiguousarray(total))
     if dtype is torch.float8_e4m3fn:
-        result = result.clamp(-448.0, 448.0)  # PyTorch 2.13's conversion; 2.11's makes NaN of what is too large
+        result = result.clamp(-448.0, 448.0)  # PyTorch 2.13 saturates; 2.11 converts large values to NaN
     return result.to(dtype)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements' bytes in order; `contiguous()` alone may keep an odd stride where there is one element."""
+    """Returns the elements' bytes in order. `contiguous()` alone may keep an odd stride if there is one element."""
     dense = torch.empty(tensor.numel(), dtype=tensor.dtype)
     dense.copy_(tensor.reshape(-1))
     return dense.view(torch.uint8)
@@ -121,7 +121,7 @@ def join(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def assert_same_bits(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """Equal to the last bit; the message names the first element that differs."""
+    """Checks equality to the last bit. The message names the first element that differs."""
     assert got.shape == expected.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
     assert got.dtype == expected.dtype, f"{what}: {got.dtype}, expected {expected.dtype}"
     a, b = as_bytes(got), as_bytes(expected)

@@ -1,6 +1,6 @@
-"""Starting ranks: their environment, the warm process that forks them, and the store that they meet at.
+"""Starts ranks: their environment, the warm process that forks them, and the store where they meet.
 
-One warm process and one store serve all tests of a run; both end with the test process.
+One warm process and one store serve all tests of a run. Both end with the test process.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from support import processes, wire
 
 TESTS = Path(__file__).resolve().parent.parent
 
-# One thread of arithmetic in a rank: the machines that run the tests have few cores, and a fork must not
-# meet the threads of an OpenMP pool.
+# One compute thread per rank, because test machines have few cores and a fork must not meet the threads of an OpenMP
+# pool.
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -26,20 +26,20 @@ _ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "GLOO_SOCKET_IFNAME": "lo",
     "PYTHONUNBUFFERED": "1",
-    # As in tests/compile/conftest.py: nothing is measured for plans, and the C++ compiler optimises less.
+    # As in tests/compile/conftest.py: no measurements for plans, and less optimisation by the C++ compiler.
     "ARK_COSTS": "assumed",
     "ARK_OPTIMISE": "1",
 }
 
 
 def base_environment(**extra: str) -> dict[str, str]:
-    """The environment of every process that tests start: without what other jobs have set."""
+    """Returns the environment of every process that tests start, without the settings of other jobs."""
     foreign = ("ARK_", "TORCH_DISTRIBUTED", "MASTER_", "RANK", "WORLD_SIZE")
     env = {k: v for k, v in os.environ.items() if k.startswith("ARK_TEST_") or not k.startswith(foreign)}
     path = [str(TESTS), str(TESTS.parent)] if os.environ.get("ARK_TEST_FROM_SOURCE", "1") == "1" else [str(TESTS)]
     if "PYTHONPATH" in env:
         path.append(env["PYTHONPATH"])
-    if "ARK_TEST_CACHE" in env:  # one for all processes of the run, and not the user's
+    if "ARK_TEST_CACHE" in env:  # one for all processes of the run, not the user's
         env["ARK_CACHE"] = env["ARK_TEST_CACHE"]
     return env | _ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(path)} | extra
 
@@ -47,7 +47,7 @@ def base_environment(**extra: str) -> dict[str, str]:
 class Zygote:
     """The test process's end of support.zygote."""
 
-    # Dynamo: functional collectives import it at their first use, three seconds in every rank otherwise.
+    # Dynamo: functional collectives import it at first use, which takes three seconds in every rank.
     WARM = ("torch", "torch.distributed", "torch._dynamo")
 
     def __init__(self, preload: tuple[str, ...] = WARM, patience: float = 120.0, **env: str) -> None:
@@ -84,12 +84,12 @@ _shared: dict[str, Any] = {}
 
 
 def zygote_pids() -> frozenset[int]:
-    """The processes that outlive a test on purpose."""
+    """Returns the processes that outlive a test on purpose."""
     return frozenset(_zygotes | _kept)
 
 
 def keep(pids: list[int]) -> None:
-    """These ranks outlive the test that starts them (support/crew.py)."""
+    """Marks ranks that outlive the test that starts them (support/crew.py)."""
     _kept.update(pids)
 
 

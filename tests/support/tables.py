@@ -1,4 +1,4 @@
-"""Tables that tests fill (measured seconds, skipped bodies): printed at the end and written as JSON.
+"""Tables that tests fill (measured seconds, skipped bodies). They are printed at the end and written as JSON.
 
 The files go to out/test-results/ (ignored by git) or to $ARK_TEST_RESULTS.
 """

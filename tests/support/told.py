@@ -1,4 +1,4 @@
-"""What people are told: the lines that ark_torch logs in this process from now on."""
+"""Collects the lines that ark_torch logs in this process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ark_torch.distributed import group as making
 
 
 class Lines(logging.Handler):
-    """Of groups, or of another logger from INFO on."""
+    """Lines of groups, or of another logger, from INFO on."""
 
     def __init__(self, other: str = "") -> None:
         super().__init__()

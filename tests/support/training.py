@@ -1,4 +1,4 @@
-"""Small GPT-2-, BERT- and ViT-like modules, their batches and losses: the same on every rank and in every process."""
+"""Small GPT-2-, BERT- and ViT-like modules, batches and losses: the same on every rank and in every process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 
 class Language(nn.Module):
-    """Tied embeddings, as GPT-2 (causal) and BERT have."""
+    """Tied embeddings, as in GPT-2 (causal) and BERT."""
 
     def __init__(self, causal: bool, dropout: float = 0.0) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Language(nn.Module):
 
 
 class Vision(nn.Module):
-    """Patches by a convolution, a class token, a batch norm whose statistics are buffers."""
+    """Patches by a convolution, a class token, and a batch norm with running statistics in buffers."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -80,6 +80,6 @@ def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 def weights(model: nn.Module) -> Tensor:
-    """All of them, running statistics too, as one vector of float64."""
+    """Returns all weights and running statistics as one vector of float64."""
     values = [t.detach().double().reshape(-1).cpu() for t in (*model.parameters(), *model.buffers())]
     return torch.cat(values)

@@ -1,8 +1,8 @@
 """Length-prefixed messages between the test process, the zygote and the ranks.
 
-Both ends are our own processes joined by a socketpair that nobody else can open, so the payload is a
-pickle. File descriptors travel beside a message (SCM_RIGHTS). A reader keeps what it has read so far, so
-that it can be fed from a selector without ever blocking on half a message.
+Both ends are our own processes, connected by a socketpair that nobody else can open, so the payload is a pickle. File
+descriptors travel with a message (SCM_RIGHTS). A reader keeps partial data, so that a selector can drive it without
+ever blocking on half a message.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _read_exactly(sock: socket.socket, count: int) -> bytes:
 
 
 def receive(sock: socket.socket) -> tuple[Any, list[int]]:
-    """One message and the descriptors that came with it; EOFError when the other end is gone."""
+    """Returns one message and its descriptors. Raises EOFError if the other end is gone."""
     fds = array.array("i")
     header, ancillary, _, _ = sock.recvmsg(_HEADER.size, socket.CMSG_SPACE(_MAX_FDS * fds.itemsize))
     if not header:
@@ -49,7 +49,7 @@ def receive(sock: socket.socket) -> tuple[Any, list[int]]:
 
 
 class Reader:
-    """Messages of a socket that is read only when a selector says that there is something."""
+    """Reads messages from a socket when a selector says that data is available."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -57,7 +57,7 @@ class Reader:
         self.closed = False
 
     def drain(self) -> list[Any]:
-        """Everything complete that has arrived; sets `closed` at the end of the stream."""
+        """Returns every complete message that has arrived. Sets `closed` at the end of the stream."""
         while not self.closed:
             try:
                 part = self._sock.recv(1 << 16, socket.MSG_DONTWAIT)

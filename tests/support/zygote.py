@@ -1,9 +1,9 @@
 """A process that has imported PyTorch and forks ranks on request.
 
-Forked ranks cost tens of milliseconds where spawned ones import PyTorch for seconds. The zygote never runs
-a tensor operation and has one thread, so a fork of it is clean. A request is forked through a broker that
-ends at once: the ranks then belong to the test process (a child subreaper), which waits for them itself.
-A rank leaves through the end of main(), that is, through the interpreter's ordinary shutdown.
+A forked rank takes tens of milliseconds; a spawned one imports PyTorch for seconds. The zygote never runs a tensor
+operation and has one thread, so it can fork safely. A request is forked through a broker that ends at once, so that the
+ranks belong to the test process (a child subreaper), which reaps them itself. A rank leaves at the end of main(), by
+the interpreter's normal shutdown.
 
 Started as: python -m support.zygote SOCKET_FD [MODULE ...]
 """
@@ -21,7 +21,7 @@ from support import wire
 
 
 def _fork_ranks(spec: dict[str, Any], fds: list[int]) -> tuple[list[int], int]:
-    """Pids of the ranks; in a rank itself ([], its index)."""
+    """Returns the ranks' pids. In a rank it returns ([], its index)."""
     read_end, write_end = os.pipe()
     broker = os.fork()
     if broker == 0:
@@ -47,7 +47,7 @@ def _fork_ranks(spec: dict[str, Any], fds: list[int]) -> tuple[list[int], int]:
 
 
 def serve(control: socket.socket) -> tuple[dict[str, Any], int, int] | None:
-    """Serve requests; returns only in a rank (its spec, index, socket) or, with None, at the end."""
+    """Serves requests. Returns only in a rank (its spec, index, socket), or None at the end."""
     while True:
         try:
             spec, fds = wire.receive(control)
@@ -71,7 +71,7 @@ def main() -> None:
     if threads != 1:
         raise AssertionError(f"the zygote has {threads} threads after importing {sys.argv[2:]}: a fork would lose them")
     gc.collect()
-    gc.freeze()  # the ranks share these pages for as long as nothing writes to them
+    gc.freeze()  # the ranks share these pages until something writes to them
     wire.send(control, "ready")
     job = serve(control)
     if job is not None:

@@ -1,4 +1,4 @@
-"""Flight records made up for tests, in the schema of csrc/health/flight/flight_record_json.cpp."""
+"""Synthetic flight records for tests, in the schema of csrc/health/flight/flight_record_json.cpp."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class RecordBuilder:
-    """One rank's record. `call` and `message` append entries; states and counters follow."""
+    """One rank's record. `call` and `message` append entries and update states and counters."""
 
     def __init__(self, rank: int, world: int, capacity: int = 2048) -> None:
         self.rank, self.capacity = rank, capacity
@@ -104,7 +104,7 @@ class RecordBuilder:
         return self
 
     def fail(self, error: str, peers: list[dict[str, Any]], peer: int | None = None) -> RecordBuilder:
-        """A failure noticed 0.5 ms after the last operation was called."""
+        """Adds a failure noticed 0.5 ms after the last operation was called."""
         self.failures.append(
             {
                 "time_ns": 10**18 + 10**6 * len(self.entries) + 5 * 10**5,

@@ -1,6 +1,6 @@
-"""The benchmark: its check of results notices wrong ones, its files hold what was measured, bad arguments are refused.
+"""The benchmark: its result check detects errors, its files contain the measurements, bad arguments are refused.
 
-Nothing here looks at a time but to see that it was taken.
+Times are only checked for existence.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def test_every_operation_is_measured_and_right(ranks: int, tmp_path: Path, leave
     sizes = {name: {row["bytes"] for row in data["rows"] if row["operation"] == name} for name in OPERATIONS}
     assert sizes.pop("barrier") == {0}
     for name, measured in sizes.items():
-        # Where the buffer is shared out there is an element a rank at least, and no remainder.
+        # If the buffer is divided among ranks, there is at least one element per rank and no remainder.
         share = 4 * ranks
         shared_out = {max(share, size // share * share) for size in (4, 10 << 10, 300 << 10)}
         assert measured == (shared_out if OPERATIONS[name].splits else {4, 10 << 10, 300 << 10}), name
@@ -104,7 +104,7 @@ def test_wrong_results_and_failures_are_noticed(name: str) -> None:
     timings = launcher.run_ranks(measure_broken_backends, 2, name, 70_000)
     for on_rank in timings:
         assert on_rank["good"]["wrong"] == 0 and not on_rank["good"]["error"]
-        # An output that was not written keeps its poison, or its own input. Twice: before and after the timed calls.
+        # An unwritten output keeps its poison, or its own input. Twice: before and after the timed calls.
         assert on_rank["does nothing"]["wrong"] >= 2 * 30_000
         assert on_rank["off by one"]["wrong"] == 2
         assert on_rank["fails"]["median"] == 0

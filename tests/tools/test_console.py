@@ -1,4 +1,4 @@
-"""The command `ark`: what its help says, how soon, and what it answers to names that are nearly right."""
+"""The command `ark`: its help, its speed, and its answers to misspelled names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.quick
 
 
 def ark(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, which says at its end whether it has imported torch."""
+    """Runs in a separate process, which reports at its end whether it has imported torch."""
     code = (
         f"import sys; sys.orig_argv = ['python', '-m', 'ark_torch', *{list(arguments)!r}]; "
         f"sys.argv = ['-m', *{list(arguments)!r}]; import atexit; "

@@ -1,4 +1,4 @@
-"""The explain tool: what it prints and writes, and its exit codes."""
+"""The explain tool: its output, its files and its exit codes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def test_plan_source_and_drawing(model: Path, tmp_path: Path, capsys: pytest.Cap
     assert "costs, assumed: of one worker 20.0 GFLOP/s in products, 20.0 elsewhere, 5.0 GB/s" in shown
     (plan,) = (tmp_path / "out").glob("*.json")
     assert {stage["kind"] for stage in json.loads(plan.read_text())["stages"]} == {"matmul", "rows"}
-    assert plan.with_suffix(".svg").read_text().startswith("<svg")
+    drawing = plan.with_suffix(".svg").read_text()
+    assert drawing.startswith("<svg") and drawing.count("<title>") == len(json.loads(plan.read_text())["tasks"])
     assert "matmul" in plan.with_suffix(".cpp").read_text()
 
 

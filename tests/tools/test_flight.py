@@ -1,6 +1,6 @@
-"""Flight records of several ranks: what `show` says, and what PyTorch's own analyser says of the converted ones.
+"""Flight records of several ranks: the output of `show`, and of PyTorch's own analyser on the converted records.
 
-The analyser runs as users run it, in a process of its own, on the files that `convert` wrote.
+The analyser runs in a separate process on the files that `convert` wrote, as users run it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_mismatching_sizes_name_the_rank(tmp_path: Path, capsys: pytest.CaptureF
     [
         ({"operation": "broadcast", "root": 0}, "COLLECTIVE_TYPE_MISMATCH"),
         ({"dtype": "bfloat16", "output_dtype": "bfloat16"}, "COLLECTIVE_DTYPE_MISMATCH"),
-        ({"reduce_op": "MAX"}, None),  # not in PyTorch's format: only `show` can tell
+        ({"reduce_op": "MAX"}, None),  # not in PyTorch's format: only `show` can detect it
     ],
 )
 def test_other_mismatches(
@@ -116,7 +116,7 @@ def test_healthy_job_has_no_findings(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_killed_rank_is_made_up_from_what_others_saw(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], called: int
 ) -> None:
-    """Rank 1 left no record; the survivors read in shared memory how far it had got."""
+    """Rank 1 left no record. The survivors read its progress in shared memory."""
     for record in healthy():
         record.call().call().call(state="failed")
         seen = [peer(0, 3, 2), peer(1, called, 1, lost=True), peer(2, 3, 2, waiting_on=1)]
@@ -149,7 +149,7 @@ def test_late_rank_is_named_though_it_calls_after_the_failure(
             record.call(state="failed")
             record.entries[-1]["time_created_ns"] = 10**18 + 10**9 - 1
         if record.rank == 1:
-            record.entries[-1]["time_created_ns"] += 10**7  # after rank 0 gave up: still no fault of rank 1
+            record.entries[-1]["time_created_ns"] += 10**7  # after rank 0 gave up: not rank 1's fault
         record.write(tmp_path)
     report = show(tmp_path, capsys, 1)
     assert "rank 2 is behind: it has not called sequence 2, all_reduce float32 [8]; ranks 0, 1 called it" in report
@@ -158,7 +158,7 @@ def test_late_rank_is_named_though_it_calls_after_the_failure(
 
 
 def test_messages_are_paired(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Sends and receives in another order on each rank, and one receive that nobody sends to."""
+    """Sends and receives in another order on each rank, and one receive without a sender."""
     first, second, third = healthy()
     first.message("send", 1, 1).message("send", 2, 1).message("recv", 2, 1, [2]).call()
     second.message("recv", 0, 1).call()
@@ -181,7 +181,7 @@ def test_message_sizes_are_compared(tmp_path: Path) -> None:
 
 
 def test_wrapped_rings_are_cut_to_what_all_still_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rings that reach back unequally far, with record ids that differ between ranks, are no mismatch."""
+    """Rings of different depth, and record ids that differ between ranks, are no mismatch."""
     for record in healthy():
         record.capacity = 6 + 2 * record.rank
         extra = record.group("1", "tp", [0, 1]) if record.rank < 2 else None
@@ -210,7 +210,7 @@ def test_subgroup_ranks_are_global(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_group_made_again_counts_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """After destroy and init the name "0" starts at sequence 1 again; the old group's entries are not mixed in."""
+    """After destroy and init the name "0" starts again at sequence 1. The old group's entries must not be mixed in."""
     for record in healthy():
         record.call(shape=[3]).groups[0]["retired"] = True
         again = record.group("0", "default_pg", [0, 1, 2])

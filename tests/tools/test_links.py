@@ -1,4 +1,4 @@
-"""`ark doctor --links`: real ranks, what nvidia-smi says, and verdicts."""
+"""`ark doctor --links`: real ranks, the output of nvidia-smi, and verdicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The list of faults that tests/mutations.py puts into the code: every one still applies, and its tests are there."""
+"""The list of faults for tests/mutations.py: each still applies, and its tests exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ark simulate`: times that have a closed form, bytes that are kept, what grows, one node that stands for all."""
+"""`ark simulate`: times with a closed form, conserved bytes, monotonic growth, one node that stands for all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def made(**changes: object) -> Machine:
 
 
 def test_one_message_is_setup_latency_and_bytes() -> None:
-    # From the root to the other: the port (50 GB/s) is slower than the engine.
+    # From the root to the other rank: the port (50 GB/s) is slower than the engine.
     done = collective.simulate(made(), "broadcast", MB, 2)
     assert done.us == pytest.approx(3 + 2 + MB / 50e3)
     slower = made(engines={"broadcast/lines": {2: Engine(3, 2, 10)}})
@@ -40,7 +40,7 @@ def test_flows_share_a_link_and_the_rest_goes_to_who_can_use_it() -> None:
     for name, path, size in (("a", (wide,), 80e3), ("b", (wide, narrow), 20e3)):
         net.transfer(path, size).callbacks.append(lambda _, name=name: ends.update({name: net.env.now}))
     net.env.run()
-    assert ends == pytest.approx({"b": 10.0, "a": 10.0})  # b at the narrow link's 2, a at the 8 that are left
+    assert ends == pytest.approx({"b": 10.0, "a": 10.0})  # b gets the narrow link's 2, a the remaining 8
     assert wide.carried == pytest.approx(100e3) and narrow.carried == pytest.approx(20e3)
     both = network.Network(network.new_environment())
     for _ in range(2):
@@ -55,16 +55,16 @@ def test_bytes_are_kept_and_what_must_be_sent_is(operation: str) -> None:
     for ranks in (2, 4, 16):
         one = collective.simulate(made(), operation, size, ranks)
         assert one.sent == one.received
-        if operation == "broadcast":  # between nodes it is a sum of times there, not messages
+        if operation == "broadcast":  # between nodes it is a sum of times, not messages
             assert one.sent >= size * 0.999
-        else:  # what any algorithm has to send, of all ranks together
+        else:  # the minimum that any algorithm sends, over all ranks
             assert one.sent >= size * (ranks - 1) * 0.999
 
 
 @pytest.mark.parametrize("operation", collective.OPERATIONS)
 def test_more_bytes_take_longer_and_more_bandwidth_less(operation: str) -> None:
     for ranks in (2, 64):
-        # Within one algorithm: where the tables change it, a larger tensor may well be sooner there.
+        # Within one algorithm. Where the tables change it, a larger tensor may be faster.
         sizes = [64 * MB, 256 * MB]
         times = [collective.simulate(made(), operation, size, ranks).us for size in sizes]
         assert times == sorted(times) and times[0] < times[-1]

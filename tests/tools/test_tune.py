@@ -1,4 +1,4 @@
-"""The autotune writes a table that groups accept and use; bad tables are refused in words."""
+"""The autotune writes a table that groups accept and use. Bad tables are refused with an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the captured step on CPUs: nothing is left behind, and ranks are started once for all that need them."""
+"""Tests of the captured step on CPUs: they leave nothing behind, and share ranks that start once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _clean(leaves_nothing: None) -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _crews() -> Iterator[None]:
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the ranks have: small models gain nothing from more
+    torch.set_num_threads(1)  # like the ranks: small models do not benefit from more
     yield
     torch.set_num_threads(threads)
     crew.finish_all()

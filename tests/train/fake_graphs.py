@@ -1,7 +1,7 @@
-"""A recorder without a GPU: it keeps the step and runs it at each replay, on the same fixed tensors as a graph would.
+"""A recorder without a GPU. It keeps the step and runs it at each replay on fixed tensors, as a graph would.
 
-Capturing executes nothing, as with CUDA, unless it is to break off: at the operator `refuses`, with `error` or with
-what PyTorch raises where an operator would make the host wait.
+Capturing executes nothing, as with CUDA, unless it must fail at the operator `refuses`: with `error`, or with PyTorch's
+error for operators that make the host wait.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class FakeRecorder:
 
 
 def use(recorder: FakeRecorder | None = None) -> FakeRecorder:
-    """In the place of CUDA's, for steps that are captured from now on in this process."""
+    """Replaces CUDA's recorder for steps captured from now on in this process."""
     recorder = recorder or FakeRecorder()
     reasons.NOT_THE_USERS = (*reasons.NOT_THE_USERS, __file__)
     ark_torch.train.graphs.recorder_for = lambda device: recorder  # type: ignore[assignment]

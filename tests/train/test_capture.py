@@ -1,4 +1,4 @@
-"""A step on a CPU is an ordinary one: the same bits as a loop written by hand, with every option."""
+"""On a CPU a step runs eagerly: the same bits as a hand-written loop, with every option."""
 
 from __future__ import annotations
 

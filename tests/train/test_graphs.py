@@ -1,5 +1,7 @@
-"""What is decided around graphs, with a recorder that needs no GPU: when a step is recorded, what tells graphs apart,
-how a capture that fails is undone, and what is said about it."""
+"""Decisions around graphs, with a recorder that needs no GPU.
+
+When a step is recorded, what distinguishes graphs, how a failed capture is undone, and what is logged about it.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ def test_three_eager_calls_then_replays_with_the_same_bits() -> None:
     assert captured == [False] * 3 + [True] * 5 and step.reason == ""
     assert recorder.counts == {"warm": 3, "records": 1, "replays": 5, "resets": 0}
     assert torch.equal(small.weights(model), small.weights(_train_plainly("gpt2", 8)))
-    assert len({value.item() for value in kept}) == 8  # each still is its own step's
+    assert len({value.item() for value in kept}) == 8  # each still belongs to its own step
 
 
 def test_a_batch_may_be_filled_again_at_once() -> None:
@@ -108,7 +110,7 @@ def test_constants_options_and_modes_tell_graphs_apart() -> None:
 
 
 class _AsksInBackward(torch.autograd.Function):
-    """Whether autocast is on in the backward pass."""
+    """Records whether autocast is on in the backward pass."""
 
     seen: ClassVar[set[bool]] = set()
 
@@ -124,7 +126,7 @@ class _AsksInBackward(torch.autograd.Function):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_autocast_around_all_calls_covers_the_loss_alone(accumulate: int) -> None:
-    """Also where the model has run in the region before: casts of weights as they were are not used again."""
+    """Also if the model has run in the region before: old casts of weights are not reused."""
     _AsksInBackward.seen.clear()
     parts = [[small.batch("gpt2", number, part) for part in range(accumulate)] for number in range(7)]
     other = small.make("gpt2")
@@ -201,13 +203,13 @@ def test_an_item_names_expression_and_line() -> None:
     assert "makes the host wait" in step.reason and not step.captured
     for number in range(4, 8):
         step(small.batch("gpt2", number))
-    assert recorder.counts["records"] == 1  # it is not tried again
+    assert recorder.counts["records"] == 1  # not tried again
     assert torch.equal(small.weights(model), small.weights(_train_plainly("gpt2", 8)))
     assert not torch.equal(before[0], small.weights(model)) and state["state"][0]["step"] == 3
 
 
 class _OnlyRecorded(fake_graphs.FakeRecorder):
-    """Tells the loss when it is being recorded."""
+    """Sets `recording` while the loss is being recorded."""
 
     recording = False
 
@@ -222,7 +224,7 @@ class _OnlyRecorded(fake_graphs.FakeRecorder):
 
 @pytest.mark.parametrize("kind", [KeyError, RuntimeError])
 def test_an_exception_of_the_users_own_is_named_as_such(kind: Any) -> None:
-    """Whatever it says: "captur" in its text does not make it CUDA's."""
+    """The error's text does not matter: "captur" in it does not make it CUDA's."""
     recorder = _OnlyRecorded()
 
     def loss(model: Any, batch: Any) -> torch.Tensor:
@@ -385,7 +387,7 @@ def test_an_averaged_model_counts_on() -> None:
 
 
 def test_rates_become_tensors_that_stay() -> None:
-    """As on a GPU; a state that is loaded is told, since graphs know the one before."""
+    """As on a GPU. A loaded state is reported, because graphs use the previous one."""
     model, optimizer, _ = _step(fake_graphs.FakeRecorder())
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     small.loss(model, small.batch("gpt2", 0)).backward()

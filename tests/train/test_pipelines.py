@@ -1,4 +1,4 @@
-"""Pipeline schedules as captured steps: against one process, and what cannot be trained so."""
+"""Pipeline schedules as captured steps, compared with one process, and schedules that cannot be captured."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_three_ranks(name: str) -> None:
 
 
 def _bits(rank: Rank, name: str) -> None:
-    """Those of the loop that calls schedule.step()."""
+    """Compares the bits with those of a loop that calls schedule.step()."""
     rank.init()
     by_hand, captured = (pipelines.Staged(name, rank.rank, rank.world_size, CPU) for _ in range(2))
     pipelines.by_schedule(by_hand, STEPS, CPU)
@@ -80,7 +80,7 @@ def test_the_bits_of_a_loop(name: str) -> None:
 
 
 class _Scaled(nn.Module):
-    """A stage that takes a keyword, which the schedule gives to all stages."""
+    """A stage with a keyword argument, which the schedule passes to all stages."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Over two ranks: the bits of DistributedDataParallel over the same group, and what ranks do when they disagree."""
+"""The captured step on two ranks: the bits of DistributedDataParallel over the same group, and ranks that disagree."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _ddp(rank: Rank, name: str, dropout: float, max_norm: float | None = None, parts: int = 1) -> tuple[Tensor, Tensor]:
-    """The loop that the step takes the place of; losses and weights."""
+    """The loop that the step replaces. Returns losses and weights."""
     torch.manual_seed(5 + rank.rank)
     ddp = DDP(small.make(name, dropout))
     torch.manual_seed(77 + rank.rank)
@@ -76,7 +76,7 @@ def _like_ddp(rank: Rank, name: str, dropout: float, wrapped: bool) -> None:
     rank.init()
     expected, ours = _ddp(rank, name, dropout), _captured(rank, name, dropout, wrapped)
     assert torch.equal(ours[0], expected[0]), (ours[0] - expected[0]).abs().max()
-    if wrapped or name != "vit":  # whose running statistics are each rank's own without the wrapper
+    if wrapped or name != "vit":  # its running statistics differ between ranks without the wrapper
         assert torch.equal(ours[1], expected[1])
 
 
@@ -102,7 +102,7 @@ def test_clipping_and_accumulation_as_with_ddp() -> None:
 def _one_process(rank: Rank) -> None:
     rank.init()
     model, alone = small.make("gpt2"), small.make("gpt2")
-    step = capture(model, torch.optim.SGD(model.parameters(), lr=0.1), small.loss)  # Adam enlarges rounding
+    step = capture(model, torch.optim.SGD(model.parameters(), lr=0.1), small.loss)  # Adam amplifies rounding
     for number in range(STEPS):
         step(small.batch("gpt2", number, rank.rank))
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
@@ -152,7 +152,7 @@ def test_a_checkpoint_in_the_middle_gives_the_same_curve() -> None:
 
 
 class _Branches(nn.Module):
-    """Each rank uses its own branch, one is used by none, and one parameter is frozen."""
+    """Each rank uses its own branch, one branch is unused, and one parameter is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ def test_parameters_without_gradients() -> None:
 
 
 def _wrapper(rank: Rank) -> None:
-    """The wrapper works before, beside and after; its misuse is told."""
+    """The wrapper works before, beside and after the step. Its misuse is an error."""
     rank.init()
     ddp = DDP(small.make("gpt2"), gradient_as_bucket_view=True, static_graph=True)
     optimizer = _adam(ddp)
@@ -246,7 +246,7 @@ def _same_everywhere(values: Tensor) -> bool:
 
 
 def _plain_weights(rank: Rank) -> None:
-    """A plain module gets rank 0's weights, as DDP gives it, and a group of one rank leaves ranks alone."""
+    """A plain module gets rank 0's weights, as in DDP. In a group of one rank it keeps its own."""
     rank.init()
     model = small.make("gpt2", seed=rank.rank)
     step = capture(model, _adam(model), small.loss)
@@ -305,11 +305,11 @@ def _sharded(rank: Rank) -> None:
 
 
 def test_fully_shard() -> None:
-    run_ranks(_sharded, 2)  # DTensor's caches hold meshes, whose groups end with the body
+    run_ranks(_sharded, 2)  # DTensor's caches keep meshes, whose groups end with the body
 
 
 def _tensor_parallel(rank: Rank) -> None:
-    """Over 2 x 2 ranks: DTensors over the inner dimension of a mesh, gradients averaged over the outer one."""
+    """On 2 x 2 ranks: DTensors over the inner dimension of a mesh, gradients averaged over the outer one."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -382,7 +382,7 @@ def test_ranks_that_train_something_else(what: str) -> None:
 
 
 def _cannot(rank: Rank, why: str) -> str:
-    """Rank 1 cannot capture: all run eagerly and say so."""
+    """Rank 1 cannot capture: all ranks run eagerly and report it."""
     rank.init()
     recorder = fake_graphs.use()
     if rank.rank == 1 and why == "item":
@@ -417,7 +417,7 @@ def test_one_rank_that_cannot_capture(why: str) -> None:
 
 
 def _shapes(rank: Rank) -> list[bool]:
-    """Ranks meet new shapes at different calls: in each call all replay, or none."""
+    """Ranks get new shapes in different calls: in each call all replay, or none."""
     rank.init()
     recorder = fake_graphs.use()
     model = small.make("gpt2")
@@ -438,7 +438,7 @@ def test_ranks_with_other_shapes() -> None:
 
 
 def _numbers(rank: Rank) -> None:
-    """A collective of the group that rank 0 has begun and rank 1 has not, as when only one of them captures."""
+    """Rank 0 has started a collective of the group and rank 1 has not, as when only one of them captures."""
     rank.init()
     agreement, tensor = Agreement(dist.group.WORLD), torch.ones(1)
     work = dist.all_reduce(tensor, async_op=True) if rank.rank == 0 else None
@@ -461,7 +461,7 @@ def test_agreement_does_not_depend_on_the_groups_collectives() -> None:
 
 
 def _again_and_again(rank: Rank) -> None:
-    """Over a group of CUDA tensors alone, as NCCL's: captures come and go, and one rank is late each time."""
+    """Over a group with only CUDA tensors, like NCCL's: captures come and go, and one rank is late each time."""
     rank.init()
     group = dist.new_group(backend="cuda:gloo")
     for number in range(4):

@@ -1,4 +1,4 @@
-"""ShardedEmbeddingBags in a captured step, over two ranks: each rank's own tables, the rest averaged."""
+"""ShardedEmbeddingBags in a captured step on two ranks: each rank has its own tables, the rest is averaged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _like_a_loop(rank: Rank, way: str, sharding: str) -> None:
     rank.init()
     torch.set_num_threads(1)
     kwargs = {**WAYS[way], "sharding": sharding}
-    for fixed in (False, True):  # as the host counts, and in buffers of fixed sizes, as on GPUs
+    for fixed in (False, True):  # with counts on the host, and in buffers of fixed size as on GPUs
         looped, stepped = recommending.Recommender(**kwargs), recommending.Recommender(**kwargs)
         for one in (looped, stepped):
             one.bags._fixed_on_cpus = fixed
@@ -54,7 +54,7 @@ def test_like_a_loop(way: str, sharding: str) -> None:
 
 
 def _weights_of_the_first(rank: Rank) -> None:
-    """capture() gives a plain module the first rank's weights, but not its tables."""
+    """capture() gives a plain module the first rank's weights, except for its tables."""
     rank.init()
     model = recommending.Recommender()
     with torch.no_grad():

@@ -7,7 +7,7 @@ backward pass, and the future holds their event.
 This file does not postpone annotations: register_comm_hook compares the hook's annotations with its own types.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ark_torch.distributed.compression import exchange, sparse
-from ark_torch.distributed.compression.layers import Layer
+from ark_torch.distributed.compression.plan import Plan, plan_of, plan_of_bucket
 from ark_torch.distributed.compression.state import COMPRESSED_DTYPES, State
 
 _streams: dict[int, Any] = {}
@@ -47,14 +47,22 @@ def hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Te
         torch.distributed.DistBackendError: the error that ended the group.
     """
     tensor = bucket.buffer()
-    layers = [state.layers.of(parameter) for parameter in bucket.parameters()]
-    compresses = state.begin(state.group, tensor.device)
+    plan = plan_of_bucket(state, bucket.parameters(), tensor)
+    if bucket.index() == 0:
+        state.watch.look(state.group.rank())
     if not tensor.is_cuda:
-        return _finish(state, bucket, _reduce(state, tensor, layers, compresses))
+        return _finish(state, bucket, tensor, _reduce(state, tensor, plan))
+    device, before = torch.cuda.current_device(), torch.cuda.current_stream(tensor.device)
     stream = _stream_of(tensor.device)
-    stream.wait_stream(torch.cuda.current_stream(tensor.device))
-    with torch.cuda.stream(stream):
-        return _finish(state, bucket, _reduce(state, tensor, layers, compresses))
+    stream.wait_stream(before)
+    # As `with torch.cuda.stream(stream)`, which would look up devices and streams again.
+    torch.cuda.set_stream(stream)
+    try:
+        return _finish(state, bucket, tensor, _reduce(state, tensor, plan))
+    finally:
+        torch.cuda.set_stream(before)
+        if device != tensor.device.index:
+            torch.cuda.set_device(device)
 
 
 def _stream_of(device: torch.device) -> Any:
@@ -63,8 +71,7 @@ def _stream_of(device: torch.device) -> Any:
     return _streams[device.index]
 
 
-def _finish(state: State, bucket: dist.GradBucket, result: Any) -> torch.futures.Future[torch.Tensor]:
-    tensor = bucket.buffer()
+def _finish(state: State, bucket: dist.GradBucket, tensor: Tensor, result: Any) -> torch.futures.Future[torch.Tensor]:
     if bucket.is_last():
         state.end_step(tensor.device)
     if not isinstance(result, Tensor):
@@ -75,77 +82,77 @@ def _finish(state: State, bucket: dist.GradBucket, result: Any) -> torch.futures
     return future
 
 
-def _reduce(state: State, tensor: Tensor, layers: Sequence[Layer], compresses: bool) -> Any:
+def _reduce(state: State, tensor: Tensor, plan: Plan) -> Any:
     """The mean, or the future of it."""
     if state.group.size() == 1:
         return tensor
     if tensor.is_sparse:
         return sparse.mean(state, tensor)
-    load = _Load(tensor, layers)
-    if not compresses:
+    load = _Load(tensor, plan)
+    if not plan.compresses:
         return _exact(state, load)
-    if state.zeros.asks(layers, tensor.device):
-        state.bytes_sent += len(layers)
-        travelling = state.zeros.travelling(layers, load.pieces, state.group)
-        exchange.count_left_out(state, tensor, layers, travelling)
+    if state.zeros.asks(plan.key, tensor.device):
+        state.bytes_sent += len(plan.layers)
+        travelling = state.zeros.travelling(plan.key, load.pieces(), state.group)
+        exchange.count_left_out(state, tensor, plan.layers, travelling)
         if not any(travelling):
             return tensor  # zero on all ranks
         if not all(travelling):
-            load = _Load(tensor, layers, travelling)
-    state.measure(load.layers, load.pieces)
-    widths = [state.width(layer) for layer in load.layers]
-    segments = exchange.segments_of(widths, [layer.numel for layer in load.layers], state.bucket)
-    if tensor.dtype not in COMPRESSED_DTYPES:
-        state.say(str(tensor.dtype), f"{tensor.dtype} gradients are sent exact")
-    if segments.exact or tensor.dtype not in COMPRESSED_DTYPES:
+            load = _Part(state, load, travelling)
+            plan = load.plan
+    state.measure(plan, load.data)
+    if plan.exact:
+        if tensor.dtype not in COMPRESSED_DTYPES:
+            state.say(str(tensor.dtype), f"{tensor.dtype} gradients are sent exact")
         return _exact(state, load)
-
-    def compressed() -> Tensor:
-        return exchange.all_reduce(state, load.data, load.layers, segments)
-
     if state.when == "always":
-        result = compressed()
-    else:
-        key = tuple(map(id, load.layers))
-        wins = state.contest.verdict(key)
-        if wins is False:
-            return _exact(state, load)
-        result = compressed() if wins else _contested(state, key, compressed, load)
-    state.watch.look(load.layers, load.split(result), load.pieces, state.group.rank())
-    return load.unpack(result)
+        return load.unpack(exchange.all_reduce(state, load.data, plan))
+    wins = state.contest.verdict(plan.key)
+    if wins is False:
+        return _exact(state, load)
+    return load.unpack(exchange.all_reduce(state, load.data, plan) if wins else _contested(state, load))
 
 
 class _Load:
-    """The layers of a bucket that travel, in one tensor: the bucket itself if all do."""
+    """The layers of a bucket that travel, in one tensor: here all of them, in the bucket itself."""
 
-    def __init__(self, tensor: Tensor, layers: Sequence[Layer], travelling: Sequence[bool] | None = None) -> None:
-        self.tensor, self.whole = tensor, travelling is None
-        chosen = travelling or [True] * len(layers)
-        pieces = tensor.split_with_sizes([layer.numel for layer in layers])
-        self.layers = [layer for layer, travels in zip(layers, chosen, strict=True) if travels]
-        self.pieces = [piece for piece, travels in zip(pieces, chosen, strict=True) if travels]
-        self.data = tensor if self.whole else torch.cat(self.pieces)
+    def __init__(self, data: Tensor, plan: Plan) -> None:
+        self.data, self.plan = data, plan
 
-    def split(self, result: Tensor) -> Sequence[Tensor]:
-        return result.split_with_sizes([layer.numel for layer in self.layers])
+    def pieces(self) -> Sequence[Tensor]:
+        return self.data.split_with_sizes(self.plan.numels)
 
     def unpack(self, result: Tensor) -> Tensor:
-        """The tensor for DDP: the result itself, which DDP copies to the gradients, or the bucket with the result
-        filled in."""
-        if self.whole:
-            return result
-        for piece, mean in zip(self.pieces, self.split(result), strict=True):
+        """The tensor for DDP, which DDP copies to the gradients."""
+        return result
+
+
+class _Part(_Load):
+    """Some of a bucket's layers, in a tensor of their own."""
+
+    def __init__(self, state: State, whole: _Load, travelling: Sequence[bool]) -> None:
+        self._bucket = whole.data
+        chosen = [i for i, travels in enumerate(travelling) if travels]
+        pieces = whole.pieces()
+        self._pieces = [pieces[i] for i in chosen]
+        data = torch.cat(self._pieces)
+        super().__init__(data, plan_of(state, [whole.plan.layers[i] for i in chosen], data))
+
+    def unpack(self, result: Tensor) -> Tensor:
+        """The bucket with the result filled in."""
+        for piece, mean in zip(self._pieces, result.split_with_sizes(self.plan.numels), strict=True):
             piece.copy_(mean)
-        return self.tensor
+        return self._bucket
 
 
 def _exact(state: State, load: _Load) -> torch.futures.Future[torch.Tensor]:
     """An asynchronous all_reduce, which includes the error that earlier compression left."""
-    kept = [layer for layer in load.layers if layer.residual is not None]
-    for layer, piece in zip(load.layers, load.split(load.data), strict=True):
-        if layer.residual is not None:
-            piece.add_(layer.residual.reshape(-1))
-    state.layers.forget(kept)
+    kept = [layer for layer in load.plan.layers if layer.residual is not None]
+    if kept:
+        for layer, piece in zip(load.plan.layers, load.pieces(), strict=True):
+            if layer.residual is not None:
+                piece.add_(layer.residual.reshape(-1))
+        state.layers.forget(kept)
     exchange.count_exact(state, load.data)
     load.data.div_(state.group.size())
     work = dist.all_reduce(load.data, group=state.group, async_op=True)
@@ -153,15 +160,18 @@ def _exact(state: State, load: _Load) -> torch.futures.Future[torch.Tensor]:
     return mean
 
 
-def _contested(state: State, key: tuple[int, ...], compressed: Callable[[], Tensor], load: _Load) -> Tensor:
+def _contested(state: State, load: _Load) -> Tensor:
     """One of the timed calls. After the last one, the first verdict against compression is logged."""
     copy = load.data.clone()
+
+    def compressed() -> Tensor:
+        return exchange.all_reduce(state, load.data, load.plan)
 
     def exact() -> None:
         exchange.count_exact(state, copy)
         dist.all_reduce(copy, group=state.group)
 
-    result, times = state.contest.measure(key, compressed, exact, load.data, state.group)
+    result, times = state.contest.measure(load.plan.key, compressed, exact, load.data, state.group)
     if times is not None and times[0] >= times[1]:
         size = load.data.numel() * load.data.element_size() / 1e6
         state.say(

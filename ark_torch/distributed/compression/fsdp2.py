@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ark_torch.distributed.compression import exchange
 from ark_torch.distributed.compression.layers import Layer
+from ark_torch.distributed.compression.plan import plan_of, segments_of
 from ark_torch.distributed.compression.rules import check_bits
 from ark_torch.distributed.compression.state import COMPRESSED_DTYPES, State
 
@@ -86,6 +87,12 @@ def fsdp(module: nn.Module, state: State | None = None, *, parameters: int | Non
     return state
 
 
+def states_of(module: FSDPModule) -> list[State]:
+    """The states that fsdp() gave this module's exchanges."""
+    comms = [getattr(group, "_reduce_scatter_comm", None) for group in _parameter_groups(module)]
+    return [comm._flat.state for comm in comms if isinstance(comm, _ReduceScatter)]
+
+
 def _parameter_groups(module: FSDPModule) -> list[Any]:
     held: Any = module._get_fsdp_state()
     several = getattr(held, "_fsdp_param_groups", None)  # 2.12 and later
@@ -145,7 +152,7 @@ class _AllGather(AllGather):
             return self._exact(output_tensor, input_tensor, group=group, async_op=async_op)
         layers, numels = layout
         widths = [(self._bits if bits else 0, bucket) for bits, bucket in map(state.width, layers)]
-        segments = exchange.segments_of(widths, numels, state.bucket)
+        segments = segments_of(widths, numels, state.bucket)
         if segments.exact:
             exchange.count(state, segments, input_tensor.element_size(), group.size() - 1)
             return self._exact(output_tensor, input_tensor, group=group, async_op=async_op)
@@ -178,12 +185,11 @@ class _ReduceScatter(ReduceScatter):
             exchange.count_exact(state, output_tensor, world - 1)
             return self._exact(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
         layers, shares = layout
-        segments = exchange.segments_of([state.width(layer) for layer in layers], shares, state.bucket)
-        if segments.exact:
-            exchange.count(state, segments, input_tensor.element_size(), world - 1)
+        plan = plan_of(state, layers, input_tensor, shares, group)
+        if plan.exact:
+            exchange.count(state, plan.segments, input_tensor.element_size(), world - 1)
             return self._exact(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
-        result = exchange.reduce_scatter(state, input_tensor, layers, shares, segments, name, group)
-        mine = input_tensor.view(world, -1)[group.rank()].split_with_sizes(shares)
-        state.watch.look(layers, result.split_with_sizes(shares), mine, group.rank())
-        output_tensor.copy_(result)
+        if plan.slot is not None:
+            state.watch.look(group.rank(), plan.slot)
+        output_tensor.copy_(exchange.reduce_scatter(state, input_tensor, plan, name, group))
         return None

@@ -9,13 +9,16 @@ an all-reduce, one per rank's share for a reduce-scatter.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ark_torch.distributed.compression.agree import log
 from ark_torch.distributed.compression.rules import Rule, rule_for
+
+if TYPE_CHECKING:
+    from ark_torch.distributed.compression.plan import Plan
 
 
 class Layer:
@@ -79,25 +82,24 @@ class Layers:
             self._seen[key] = (keep, layer)
         return self._seen[key][1]
 
-    def residual(self, layers: Sequence[Layer], numels: Sequence[int], rows: int, device: torch.device) -> Tensor:
-        """The residuals of these layers as one tensor, [rows * sum(numels)], float32: row by row, layer by layer."""
-        key = tuple(map(id, layers))
-        flat = self._flat.get(key)
-        if flat is not None and flat.numel() == rows * sum(numels):
+    def residual(self, plan: Plan, rows: int) -> Tensor:
+        """The residuals of a plan's layers as one tensor, [rows * sum(numels)], float32: row by row, layer by layer."""
+        flat = self._flat.get(plan.key)
+        if flat is not None and flat.numel() == rows * plan.segments.elements and flat.device == plan.device:
             return flat
-        flat = torch.zeros(rows * sum(numels), device=device)
-        views = flat.view(rows, -1).split_with_sizes(list(numels), dim=1)
-        for layer, view in zip(layers, views, strict=True):
+        flat = torch.zeros(rows * plan.segments.elements, device=plan.device)
+        views = flat.view(rows, -1).split_with_sizes(plan.numels, dim=1)
+        for layer, view in zip(plan.layers, views, strict=True):
             before = layer.residual if layer.residual is not None else self._restored(layer)
             if before is not None:
-                lost = torch.zeros(view.numel(), device=device)
+                lost = torch.zeros(view.numel(), device=plan.device)
                 kept = min(view.numel(), before.numel())  # FSDP's padding depends on the number of ranks
-                lost[:kept] = before.reshape(-1)[:kept].to(device)
+                lost[:kept] = before.reshape(-1)[:kept].to(plan.device)
                 view.copy_(lost.view_as(view))
             layer.residual = view
-        moved = set(key)
+        moved = set(plan.key)
         self._flat = {other: old for other, old in self._flat.items() if not moved & set(other)}
-        self._flat[key] = flat
+        self._flat[plan.key] = flat
         return flat
 
     def forget(self, layers: Sequence[Layer]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from ark_torch.distributed.compression.contest import Contest
 from ark_torch.distributed.compression.layers import Layer, Layers, redistribute
 from ark_torch.distributed.compression.watch import Watch
 from ark_torch.distributed.compression.zeros import Zeros
+
+if TYPE_CHECKING:
+    from ark_torch.distributed.compression.plan import Plan
 
 COMPRESSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -103,6 +106,7 @@ class State:
         self.group = agree.member(group)
         self.layers = Layers(module, self.rules, self.exact_below)
         self.zeros, self.contest, self.watch = Zeros(skip_zeros), Contest(), Watch()
+        self.plans: dict[tuple[int, ...], Plan] = {}  # by the ids of layers, or of a bucket's parameters
         self.bytes_sent = self.bytes_exact = 0
         self.calls = self.step = 0
         self._met: dict[str, bool] = {}
@@ -163,11 +167,11 @@ class State:
             return layer.rule.bits, layer.rule.bucket or self.bucket
         return layer.chosen or self.bits, self.bucket
 
-    def measure(self, layers: Sequence[Layer], gradients: Sequence[Tensor]) -> None:
+    def measure(self, plan: Plan, data: Tensor) -> None:
         """Adds Auto's measurements of this step's gradients."""
         if self.auto is None or not self.auto.measures(self.step):
             return
-        for layer, gradient in zip(layers, gradients, strict=True):
+        for layer, gradient in zip(plan.layers, data.split_with_sizes(plan.numels), strict=True):
             if layer.rule is None:
                 seen = sums_of(gradient, self.bucket)
                 layer.sums = seen if layer.sums is None else layer.sums + seen
@@ -188,6 +192,7 @@ class State:
         ]
         for layer, bits in zip(layers, allocate(errors, numels, auto.budget, auto.least), strict=True):
             layer.chosen, layer.sums = bits, None
+        self.plans.clear()
         if self.group.rank() == 0:
             log.info("compression: bits chosen from the gradients of %d steps\n%s", auto.steps, self.describe())
 
@@ -262,3 +267,4 @@ class State:
             )
         self.calls, self.step = int(every[0]["calls"]), int(every[0]["step"])
         self.layers.load(residuals, every[0]["bits"], moved=before != world)
+        self.plans.clear()

@@ -1,13 +1,17 @@
 """Reports NaN and Inf in results, once per layer. They arrive unchanged: nothing is clipped.
 
-On the CPU a result is checked before it is returned. On a CUDA device the check would stall the host, so each layer's
-norm is copied to the host after the exchange and read in a later call.
+On the CPU a result is checked before it is returned. On a CUDA device the check would stall the host or cost launches,
+so the kernel that writes the result notes the smallest index of a NaN or Inf in a word of pinned memory, a slot, which
+the host reads in a later call. Of several such layers in one exchange, a slot names the first.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import ctypes
+import threading
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -15,7 +19,38 @@ from torch import Tensor
 from ark_torch.distributed.compression.agree import log
 from ark_torch.distributed.compression.layers import Layer
 
-MOST_PENDING = 64
+NOTHING = 2**63 - 1  # a slot's value while all results are finite
+_PAGE = 512  # words that are pinned at a time
+
+# Pinned words are never freed or used again: launches and captured graphs may outlive their state and still write.
+_pages: list[Tensor] = []
+_unused: list[Tensor] = []
+_lock = threading.Lock()
+
+
+def _pinned_word() -> Tensor:
+    with _lock:
+        if not _unused:
+            _pages.append(torch.empty(_PAGE, dtype=torch.int64, pin_memory=True))
+            _unused.extend(_pages[-1].chunk(_PAGE))
+        return _unused.pop()
+
+
+class Slot:
+    """`word`, int64 `[1]`, to which kernels write; `numels`: elements of each layer in the result, in its order."""
+
+    def __init__(self, word: Tensor, layers: Sequence[Layer], numels: Sequence[int]) -> None:
+        self.word, self.numels = word.fill_(NOTHING), list(numels)
+        self._layers, self._ends = list(layers), list(accumulate(numels))
+        self._value = ctypes.c_int64.from_address(word.data_ptr())  # a plain load, without PyTorch's dispatcher
+
+    def take(self) -> Layer | None:
+        """The layer of the noted element; the slot is empty afterwards."""
+        index = self._value.value
+        if index == NOTHING:
+            return None
+        self._value.value = NOTHING
+        return self._layers[bisect_right(self._ends, index)]
 
 
 class Watch:
@@ -23,36 +58,29 @@ class Watch:
 
     def __init__(self) -> None:
         self._told: set[str] = set()
-        self._pending: deque[tuple[Tensor, torch.cuda.Event, list[Layer]]] = deque()
+        self.slots: dict[tuple[int, ...], Slot] = {}  # by the ids of the layers
 
-    def look(self, layers: Sequence[Layer], results: Sequence[Tensor], given: Sequence[Tensor], rank: int) -> None:
-        """Checks the `results` of an exchange of `given`, layer by layer; `given` shows whether this rank caused
+    def slot(self, layers: Sequence[Layer], numels: Sequence[int]) -> Slot:
+        """The slot of a CUDA result that holds these layers."""
+        key = tuple(map(id, layers))
+        if key not in self.slots or self.slots[key].numels != numels:
+            self.slots[key] = Slot(_pinned_word(), layers, numels)
+        return self.slots[key]
+
+    def look(self, rank: int, slot: Slot | None = None) -> None:
+        """Reports what kernels have noted since the last look, in `slot` or in all slots."""
+        for one in self.slots.values() if slot is None else (slot,):
+            layer = one.take()
+            if layer is not None and layer.name not in self._told:
+                self._tell(layer, rank, "the gradient of an earlier step")
+
+    def check(self, layers: Sequence[Layer], results: Sequence[Tensor], given: Sequence[Tensor], rank: int) -> None:
+        """Checks the CPU `results` of an exchange of `given`, layer by layer; `given` shows whether this rank caused
         them."""
-        if not results:
-            return
-        if results[0].is_cuda:
-            self._look_later(layers, results, rank)
-            return
         for layer, result, mine in zip(layers, results, given, strict=True):
             if layer.name in self._told or _finite(result):
                 continue
             self._tell(layer, rank, "this rank's gradient" if not _finite(mine) else "another rank's gradient")
-
-    def _look_later(self, layers: Sequence[Layer], results: Sequence[Tensor], rank: int) -> None:
-        while self._pending and _passed(self._pending[0][1]):
-            norms, _, earlier = self._pending.popleft()
-            for layer, norm in zip(earlier, norms.tolist(), strict=True):
-                if layer.name not in self._told and not norm < float("inf"):
-                    self._tell(layer, rank, "the gradient of an earlier step")
-        if len(self._pending) == MOST_PENDING:  # the host is far ahead: check again when the device has caught up
-            return
-        filled = [(layer, result) for layer, result in zip(layers, results, strict=True) if result.numel()]
-        norms = torch.stack(torch._foreach_norm([result for _, result in filled], float("inf"))).float()
-        host = torch.empty(norms.shape, pin_memory=True)
-        host.copy_(norms, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()  # type: ignore[no-untyped-call]
-        self._pending.append((host, event, [layer for layer, _ in filled]))
 
     def _tell(self, layer: Layer, rank: int, whose: str) -> None:
         self._told.add(layer.name)
@@ -60,10 +88,6 @@ class Watch:
             "compression: [rank %d] NaN or Inf in %s of %s %s: the averaged gradient has it too (told once a layer)",
             rank, whose, layer.name, layer.shape,
         )  # fmt: skip
-
-
-def _passed(event: torch.cuda.Event) -> bool:
-    return bool(event.query())  # type: ignore[no-untyped-call]
 
 
 def _finite(tensor: Tensor) -> bool:

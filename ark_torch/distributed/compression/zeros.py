@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ark_torch.distributed.compression.layers import Layer
-
 PROBE_EVERY = 64
 
 
@@ -26,16 +24,15 @@ class Zeros:
         self._calls: dict[tuple[int, ...], int] = {}
         self._left_out: set[tuple[int, ...]] = set()
 
-    def asks(self, layers: Sequence[Layer], device: torch.device) -> bool:
-        """Whether this call checks; the same on all ranks."""
-        key = tuple(map(id, layers))
+    def asks(self, key: tuple[int, ...], device: torch.device) -> bool:
+        """Whether this call of the bucket `key` checks; the same on all ranks."""
         calls = self._calls.get(key, 0)
         self._calls[key] = calls + 1
         if self._always is not None:
             return self._always
         return device.type == "cpu" or calls % PROBE_EVERY == 0 or key in self._left_out
 
-    def travelling(self, layers: Sequence[Layer], pieces: Sequence[Tensor], group: dist.ProcessGroup) -> list[bool]:
+    def travelling(self, key: tuple[int, ...], pieces: Sequence[Tensor], group: dist.ProcessGroup) -> list[bool]:
         """Collective: for each layer, whether its gradient is nonzero on any rank."""
         device = pieces[0].device
         if device.type == "cpu":
@@ -46,7 +43,6 @@ class Zeros:
             flags = (torch.stack(norms) != 0).to(torch.uint8)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
         travelling = [bool(flag) for flag in flags.tolist()]
-        key = tuple(map(id, layers))
         if all(travelling):
             self._left_out.discard(key)
         else:

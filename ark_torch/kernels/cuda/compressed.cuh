@@ -444,6 +444,36 @@ __device__ __forceinline__ void compressed_reduce(const CodeParams& p) {
   TileExchange(p.links, p.blocks, false).finish();
 }
 
+// Bits of the smallest float32 that the element type stores as infinity; those of NaN are greater.
+template <class Format>
+inline constexpr uint32 kOverflow = 0x7f800000;
+template <>
+inline constexpr uint32 kOverflow<BFloat16> = 0x7f7f8000;
+template <>
+inline constexpr uint32 kOverflow<Float16> = 0x477ff000;
+
+// Lowers *p.nonfinite to the smallest index of a NaN or Inf among the team's results. Without one, the cost is a
+// maximum per element and a vote per warp. The search is unrolled: as a loop it takes eight more registers on sm_80.
+// The host only polls the word, so relaxed order is enough.
+template <class Format>
+__device__ __forceinline__ void note_nonfinite(const CodeParams& p, const Team& team, const float (*x)[kGroup]) {
+  float largest = 0.0f;
+  ARK_UNROLL for (int h = 0; h < kHeld; ++h) ARK_UNROLL for (int j = 0; j < kGroup; ++j) largest =
+      most(largest, fabsf(x[h][j]));
+  if (!__any_sync(~0u, bits_as<uint32>(largest) >= kOverflow<Format>)) return;
+  uint32 first = ~0u;
+  ARK_UNROLL for (int h = kHeld - 1; h >= 0; --h) ARK_UNROLL for (int j = kGroup - 1; j >= 0; --j) {
+    const bool overflows = bits_as<uint32>(fabsf(x[h][j])) >= kOverflow<Format>;
+    if (overflows && static_cast<uint32>(j) < team.count(h)) first = team.group(h) * kGroup + j;
+  }
+  first = __reduce_min_sync(~0u, first);
+  if (threadIdx.x % 32 != 0 || first == ~0u) return;
+  const uint64 index = team.element - p.first_element + first;
+  uint64 known;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(known) : "l"(p.nonfinite) : "memory");
+  if (index < known) asm volatile("red.relaxed.sys.global.min.u64 [%0], %1;" ::"l"(p.nonfinite), "l"(index) : "memory");
+}
+
 // Turns records of all ranks into elements, the part's first element first.
 template <class Format, quantize::Format kFormat, int kBits, bool kWide>
 __device__ __forceinline__ void compressed_sum(const CodeParams& p) {
@@ -455,6 +485,7 @@ __device__ __forceinline__ void compressed_sum(const CodeParams& p) {
     float x[kHeld][kGroup];
     add_ranks<Format, kFormat, kBits>(p, team, p.input, x);
     store_elements<Format>(team, p.output, team.element - p.first_element, x);
+    if (p.nonfinite != nullptr) note_nonfinite<Format>(p, team, x);
   }
 }
 

@@ -30,6 +30,7 @@ struct CodeParams {
   const void* input;     // encode: elements; else the records of all ranks, one rank's part after the other
   float* residual;       // null: none
   void* output;          // sum: elements
+  long long* nonfinite;  // sum: smallest index of an element that is NaN or Inf, in host memory; null: not wanted
   uint64 records;        // encode, reduce: offset of this rank's records in a place
   uint64 rank_bytes;     // reduce, sum: stride between ranks' records
   uint64 first_element;  // sum: of the part

@@ -1,4 +1,5 @@
-// Implements layout.hpp.
+// Computes the parts of layout.hpp. A bucket belongs to the part in whose equal share of all bytes its record begins.
+// So parts differ by about one bucket at most, and every rank finds the same limits without communication.
 #include "collectives/compressed/layout.hpp"
 
 #include <algorithm>

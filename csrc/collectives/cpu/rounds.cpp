@@ -1,4 +1,5 @@
-// Opens, publishes and checks rounds.
+// Opens, publishes and reads a round's slots. The first slot of an operation carries this rank's descriptor, and every
+// reader checks it. Pages of the outbox are committed on demand, so that small messages take little memory.
 #include "collectives/cpu/rounds.hpp"
 
 #include <algorithm>

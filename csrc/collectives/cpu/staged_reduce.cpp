@@ -1,4 +1,5 @@
-// Both stages; types that are widened go in blocks that stay in the L1 cache.
+// Reduces within a node, then between nodes. Types that need a wider accumulator are converted in blocks that stay in
+// the L1 cache. Partial results stay wide, so that the sum is rounded only once.
 #include "collectives/cpu/staged_reduce.hpp"
 
 #include <algorithm>

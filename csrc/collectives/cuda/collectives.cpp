@@ -46,7 +46,7 @@ struct CudaCommunicator::Launch {
   }
 
   // Uses few lanes per block while there are SMs for all blocks, so that a lane's loads get more of an SM.
-  // Through host memory a few blocks saturate the bus. More blocks would only keep SMs from concurrent products.
+  // Through host memory fewer blocks saturate the bus, and a block on each SM would keep concurrent products waiting.
   template <class Params>
   void by_lanes(const jit::Kernel& kernel, uint32_t lanes, int roles, const Params& params) const {
     const uint32_t most = group.on_host() ? host_blocks_of(dispatch) : 128;

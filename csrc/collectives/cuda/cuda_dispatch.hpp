@@ -36,7 +36,7 @@ struct CudaDispatch {
   uint64_t relay_from = 1 << 20;       // broadcast to several peers: they pass on parts from here
   uint64_t bulk_from = kNever;         // sums of this many bytes per rank: bulk rings, few blocks
   uint64_t ring_blocks = 16;           // blocks of the bulk rings
-  uint64_t host_blocks = 16;           // blocks of a launch through host memory: few saturate the bus
+  uint64_t host_blocks = 64;           // blocks of a launch through host memory
   uint64_t part_bytes = 4 << 20;       // of one part per launch in a ring all_reduce; limits drift of lanes
   uint64_t copy_engine_from = kNever;  // all_reduce from here: copy engines, which leave SMs to computation
   uint64_t in_line_to = 0;             // of these, eager ones up to here use one stream, to save host time

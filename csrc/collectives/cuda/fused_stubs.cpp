@@ -1,4 +1,5 @@
-// The source texts of fused_stubs.hpp.
+// Generates the source texts of fused_stubs.hpp: each instantiates one kernel template for a dtype, a shape and a mode.
+// Kernels are compiled on first use; the lists at the end let checks compile them without a GPU.
 #include "collectives/cuda/fused_stubs.hpp"
 
 #include <algorithm>

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <functional>
 #include <map>
+#include <optional>
 #include <queue>
 #include <set>
 #include <utility>
@@ -29,13 +30,20 @@ int operands_of(const RowDraft& draft) {
   }));
 }
 
+// The nodes of one stage.
+struct Group {
+  std::vector<int> nodes;         // in increasing order
+  std::vector<int> before;        // the groups that it depends on
+  std::optional<RowDraft> draft;  // of a group that was merged: the draft that showed that its nodes go together
+};
+
 class Grouper {
  public:
   Grouper(const Graph& graph, const Dependencies& dependencies)
       : graph_(graph), dependencies_(dependencies), group_of_(graph.nodes().size(), -1) {}
 
-  // The nodes of each group in increasing order, groups in a valid execution order. Dead nodes are left out.
-  std::vector<std::vector<int>> group() {
+  // In a valid execution order. Dead nodes are left out.
+  std::vector<Group> group() {
     for (size_t n = 0; n < graph_.nodes().size(); ++n) {
       if (dependencies_.live[n]) add(static_cast<int>(n));
     }
@@ -45,11 +53,10 @@ class Grouper {
  private:
   void add(int node) {
     const int own = static_cast<int>(groups_.size());
-    groups_.push_back({node});
-    before_.emplace_back();
+    groups_.push_back({{node}, {}, {}});
     group_of_[node] = own;
     for (const auto& edge : dependencies_.before[node]) {
-      if (dependencies_.live[edge.node]) before_[own].push_back(group_of_[edge.node]);
+      if (dependencies_.live[edge.node]) groups_[own].before.push_back(group_of_[edge.node]);
     }
     if (!is_row_node(graph_.nodes()[node])) return;
     std::vector<int> makers;
@@ -79,7 +86,7 @@ class Grouper {
       seen[group] = true;
     };
     for (int group : merged) {
-      for (int earlier : before_[group]) {
+      for (int earlier : groups_[group].before) {
         if (merged.count(earlier) == 0) visit(earlier);
       }
     }
@@ -87,42 +94,40 @@ class Grouper {
       const int group = stack.back();
       stack.pop_back();
       if (merged.count(group) > 0) return true;
-      for (int earlier : before_[group]) visit(earlier);
+      for (int earlier : groups_[group].before) visit(earlier);
     }
     return false;
   }
 
   void try_merge(const std::set<int>& merged) {
     std::vector<int> nodes;
-    for (int group : merged) nodes.insert(nodes.end(), groups_[group].begin(), groups_[group].end());
+    for (int group : merged) nodes.insert(nodes.end(), groups_[group].nodes.begin(), groups_[group].nodes.end());
     if (merged.size() < 2 || nodes.size() > kMostNodes || reaches_around(merged)) return;
     std::sort(nodes.begin(), nodes.end());
-    const auto draft = draft_rows(graph_, dependencies_, nodes);
+    auto draft = draft_rows(graph_, dependencies_, nodes);
     if (!draft || operands_of(*draft) > kMostOperands) return;
     const int into = *merged.begin();
     for (int node : nodes) group_of_[node] = into;
     std::set<int> before;
     for (int group : merged) {
-      for (int earlier : before_[group]) {
+      for (int earlier : groups_[group].before) {
         if (merged.count(earlier) == 0) before.insert(earlier);
       }
-      groups_[group].clear();
-      before_[group].clear();
+      groups_[group] = {};
     }
-    groups_[into] = std::move(nodes);
-    before_[into].assign(before.begin(), before.end());
-    for (auto& list : before_) {
-      for (int& group : list) {
+    groups_[into] = {std::move(nodes), {before.begin(), before.end()}, std::move(draft)};
+    for (Group& one : groups_) {
+      for (int& group : one.before) {
         if (merged.count(group) > 0) group = into;
       }
     }
   }
 
-  std::vector<std::vector<int>> ordered() {
+  std::vector<Group> ordered() {
     std::vector<std::vector<int>> after(groups_.size());
     std::vector<int> waits(groups_.size(), 0);
     for (size_t g = 0; g < groups_.size(); ++g) {
-      auto& before = before_[g];
+      auto& before = groups_[g].before;
       std::sort(before.begin(), before.end());
       before.erase(std::unique(before.begin(), before.end()), before.end());
       for (int earlier : before) {
@@ -133,15 +138,15 @@ class Grouper {
     using Entry = std::pair<int, int>;  // first node, group
     std::priority_queue<Entry, std::vector<Entry>, std::greater<>> ready;
     for (size_t g = 0; g < groups_.size(); ++g) {
-      if (waits[g] == 0 && !groups_[g].empty()) ready.emplace(groups_[g].front(), static_cast<int>(g));
+      if (waits[g] == 0 && !groups_[g].nodes.empty()) ready.emplace(groups_[g].nodes.front(), static_cast<int>(g));
     }
-    std::vector<std::vector<int>> result;
+    std::vector<Group> result;
     while (!ready.empty()) {
       const int group = ready.top().second;
       ready.pop();
-      result.push_back(groups_[group]);
+      result.push_back(std::move(groups_[group]));
       for (int next : after[group]) {
-        if (--waits[next] == 0) ready.emplace(groups_[next].front(), next);
+        if (--waits[next] == 0) ready.emplace(groups_[next].nodes.front(), next);
       }
     }
     return result;
@@ -149,9 +154,8 @@ class Grouper {
 
   const Graph& graph_;
   const Dependencies& dependencies_;
-  std::vector<std::vector<int>> groups_;
-  std::vector<std::vector<int>> before_;  // the groups that each group depends on
-  std::vector<int> group_of_;             // by node
+  std::vector<Group> groups_;
+  std::vector<int> group_of_;  // by node
 };
 
 }  // namespace
@@ -160,14 +164,14 @@ std::vector<Stage> make_stages(Graph& graph) {
   graph.check();
   const Dependencies dependencies = find_dependencies(graph);
   std::vector<Stage> stages;
-  for (const auto& nodes : Grouper(graph, dependencies).group()) {
-    if (!is_row_node(graph.nodes()[nodes.front()])) {
-      stages.push_back(single_stage(graph, nodes.front()));
+  for (Group& group : Grouper(graph, dependencies).group()) {
+    if (!is_row_node(graph.nodes()[group.nodes.front()])) {
+      stages.push_back(single_stage(graph, group.nodes.front()));
       continue;
     }
-    const auto draft = draft_rows(graph, dependencies, nodes);
-    if (!draft) fail_node(graph.nodes()[nodes.front()], "cannot be computed row by row");
-    stages.push_back(finish_rows(graph, *draft));
+    if (!group.draft) group.draft = draft_rows(graph, dependencies, group.nodes);
+    if (!group.draft) fail_node(graph.nodes()[group.nodes.front()], "cannot be computed row by row");
+    stages.push_back(finish_rows(graph, std::move(*group.draft)));
   }
   return stages;
 }

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "compiler/graph/footprint.hpp"
+#include "compiler/graph/box.hpp"
 #include "compiler/graph/graph_check.hpp"
 
 namespace ark::compiler {
@@ -18,7 +18,7 @@ namespace {
 struct BufferAccess {
   int node;
   bool write;
-  Footprint bytes;
+  Box bytes;
 };
 
 // An iota into a temporary, or a fill of one with a literal.
@@ -69,11 +69,11 @@ Dependencies find_dependencies(const Graph& graph) {
     const Value& touched = graph.values()[value];
     if (touched.is_literal()) return;
     if (writers[touched.buffer] == 0) return;  // only read
-    const Footprint bytes = footprint(touched);
+    const Box bytes = box_of(touched);
     for (const BufferAccess& earlier : accesses[touched.buffer]) {
       if (!write && !earlier.write) continue;
       if (!write && result.inlined[earlier.node] && is_row_node(nodes[node])) continue;
-      if (may_overlap(bytes, earlier.bytes)) depend(node, earlier.node, !write && earlier.write);
+      if (overlap(bytes, earlier.bytes)) depend(node, earlier.node, !write && earlier.write);
     }
     accesses[touched.buffer].push_back({node, write, bytes});
   };

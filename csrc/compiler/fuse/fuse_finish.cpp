@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <set>
 #include <tuple>
+#include <utility>
 
 #include "compiler/fuse/fuse_rows.hpp"
 #include "compiler/fuse/fuse_views.hpp"
@@ -228,8 +229,8 @@ class RowFinisher {
 
 }  // namespace
 
-Stage finish_rows(Graph& graph, const RowDraft& draft) {
-  return RowFinisher(graph, draft).finish();
+Stage finish_rows(Graph& graph, RowDraft draft) {
+  return RowFinisher(graph, std::move(draft)).finish();
 }
 
 }  // namespace ark::compiler

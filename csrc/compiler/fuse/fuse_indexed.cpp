@@ -6,7 +6,6 @@
 
 #include "compiler/fuse/fuse_single.hpp"
 #include "compiler/fuse/fuse_views.hpp"
-#include "compiler/graph/graph_check.hpp"
 
 namespace ark::compiler {
 
@@ -28,6 +27,8 @@ int longest_dimension(const Value& value, int from, int to, int64_t& grain) {
   }
   return best;
 }
+
+}  // namespace
 
 Stage gather_stage(Graph& graph, const Node& node) {
   const auto& values = graph.values();
@@ -79,9 +80,11 @@ Stage scatter_stage(Graph& graph, const Node& node) {
   return stage;
 }
 
+namespace {
+
 // Sorts and running sums take whole rows along dim.
 template <typename Body>
-Stage row_stage(Graph& graph, const Node& node, Body body) {
+Stage row_stage(Graph& graph, const Node& node, const char* kind, Body body) {
   body.input = node.inputs[0];
   body.out = node.outputs[0];
   body.dim = static_cast<int>(node.integer("dim"));
@@ -92,9 +95,20 @@ Stage row_stage(Graph& graph, const Node& node, Body body) {
   stage.accesses = {{body.input, axis, false}, {body.out, axis, true}};
   stage.bytes = bytes_of(graph, {body.input, body.out});
   stage.flops = 8 * static_cast<double>(input.elements());
+  stage.kind = kind;
   stage.name = node.op;
   stage.body = body;
   return stage;
+}
+
+}  // namespace
+
+Stage select_stage(Graph& graph, const Node& node) {
+  return row_stage(graph, node, "select", SelectStage{-1, -1, 0, node.flag("largest", true), node.flag("stable")});
+}
+
+Stage scan_stage(Graph& graph, const Node& node) {
+  return row_stage(graph, node, "scan", ScanStage{-1, -1, 0, node.op == "cumprod"});
 }
 
 Stage bag_stage(Graph& graph, const Node& node) {
@@ -137,33 +151,6 @@ Stage experts_stage(Graph& graph, const Node& node) {
   stage.kind = "experts";
   stage.name = "grouped product";
   stage.body = body;
-  return stage;
-}
-
-}  // namespace
-
-Stage indexed_stage(Graph& graph, const Node& node) {
-  if (node.op == "gather") return gather_stage(graph, node);
-  if (node.op == "scatter") return scatter_stage(graph, node);
-  if (node.op == "embedding_bag") return bag_stage(graph, node);
-  if (node.op == "experts") return experts_stage(graph, node);
-  Stage stage;
-  if (node.op == "check") {
-    stage.body = CheckStage{node.inputs[0], node.outputs[0]};
-    stage.accesses = {{node.inputs[0], -1, false}, {node.outputs[0], -1, true}};
-    stage.kind = stage.name = "check";
-    stage.bytes = 2;
-    return stage;
-  }
-  if (node.op == "topk") {
-    stage = row_stage(graph, node, SelectStage{-1, -1, 0, node.flag("largest", true), node.flag("stable")});
-    stage.kind = "select";
-  } else if (node.op == "cumsum" || node.op == "cumprod") {
-    stage = row_stage(graph, node, ScanStage{-1, -1, 0, node.op == "cumprod"});
-    stage.kind = "scan";
-  } else {
-    fail_node(node, "has no stage");
-  }
   return stage;
 }
 

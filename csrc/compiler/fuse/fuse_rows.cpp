@@ -8,7 +8,7 @@
 #include "compiler/fuse/fuse_columns.hpp"
 #include "compiler/fuse/fuse_items.hpp"
 #include "compiler/fuse/fuse_space.hpp"
-#include "compiler/graph/footprint.hpp"
+#include "compiler/graph/box.hpp"
 #include "compiler/graph/graph_check.hpp"
 
 namespace ark::compiler {
@@ -177,14 +177,14 @@ class RowDrafter {
     item.function = functions_.back();
     item.type = item.function.type;
     item.varies = covered(member);
-    const Footprint bytes = footprint(graph_.values()[value]);
+    const Box bytes = compiler::box_of(graph_.values()[value]);
     for (const auto& other : stored_) {
-      if (other.first == item.function.buffer && may_overlap(other.second, bytes)) return false;
+      if (other.first == item.function.buffer && overlap(other.second, bytes)) return false;
     }
     const bool all = std::find(item.varies.begin(), item.varies.end(), false) == item.varies.end();
     for (const auto& other : draft_.items) {
       if (other.kind != Kind::load || other.function.buffer != item.function.buffer) continue;
-      if (!may_overlap(footprint_of(other.function), bytes)) continue;
+      if (!overlap(box_of(other.function), bytes)) continue;
       if (other.function != item.function || !all) return false;
       draft_.in_place = true;
     }
@@ -193,13 +193,13 @@ class RowDrafter {
     return true;
   }
 
-  Footprint footprint_of(const IndexFunction& function) const {
+  Box box_of(const IndexFunction& function) const {
     Value value;
     value.type = function.type;
     value.shape = draft_.sizes;
     value.strides = function.strides;
     value.offset = function.offset;
-    return footprint(value);
+    return compiler::box_of(value);
   }
 
   const Graph& graph_;
@@ -210,7 +210,7 @@ class RowDrafter {
   RowColumns columns_;
   std::vector<int> registers_;
   std::vector<IndexFunction> functions_;
-  std::vector<std::pair<int, Footprint>> stored_;
+  std::vector<std::pair<int, Box>> stored_;
 };
 
 }  // namespace

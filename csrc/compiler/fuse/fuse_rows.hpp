@@ -49,6 +49,6 @@ struct RowDraft {
 std::optional<RowDraft> draft_rows(const Graph& graph, const Dependencies& dependencies, const std::vector<int>& nodes);
 
 // Makes the stage of a draft. May add values to the graph.
-Stage finish_rows(Graph& graph, const RowDraft& draft);
+Stage finish_rows(Graph& graph, RowDraft draft);
 
 }  // namespace ark::compiler

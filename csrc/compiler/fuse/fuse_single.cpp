@@ -1,8 +1,10 @@
-// Stages of one node: attention, collectives. Products and indexed operators have files of their own; see
-// fuse_single.hpp.
+// Stages of one node: the table of the functions that make them; attention, collectives, checks. Products and indexed
+// operators have files of their own; see fuse_single.hpp.
 #include "compiler/fuse/fuse_single.hpp"
 
 #include <algorithm>
+#include <iterator>
+#include <string_view>
 
 #include "compiler/fuse/fuse_views.hpp"
 #include "compiler/graph/graph_check.hpp"
@@ -49,41 +51,66 @@ Stage attention_stage(Graph& graph, const Node& node) {
   return stage;
 }
 
-Stage collective_stage(const Graph& graph, int index) {
-  const Node& node = graph.nodes()[index];
+Stage collective_stage(Graph& graph, const Node& node) {
   Stage stage;
   stage.body = CollectiveStage{node.inputs[0], node.outputs[0]};
   stage.accesses = {{node.inputs[0], -1, false}, {node.outputs[0], -1, true}};
   stage.bytes = bytes_of(graph, {node.inputs[0], node.outputs[0]});
-  stage.node = index;
   stage.kind = "collective";
   stage.name = node.op;
   return stage;
 }
 
+Stage stop_stage(Graph& graph, const Node& node) {
+  Stage stage;
+  stage.body = StopStage{node.inputs[0]};
+  stage.accesses = {{node.inputs[0], -1, false}};
+  stage.bytes = bytes_of(graph, {node.inputs[0]});
+  stage.replicable = true;
+  stage.kind = stage.name = "stop";
+  return stage;
+}
+
+Stage check_stage(Graph&, const Node& node) {
+  Stage stage;
+  stage.body = CheckStage{node.inputs[0], node.outputs[0]};
+  stage.accesses = {{node.inputs[0], -1, false}, {node.outputs[0], -1, true}};
+  stage.bytes = 2;
+  stage.kind = stage.name = "check";
+  return stage;
+}
+
+struct Maker {
+  std::string_view op;
+  Stage (*make)(Graph&, const Node&);
+};
+constexpr Maker kMakers[] = {
+    {"matmul", matmul_stage},
+    {"dequant_matmul", dequant_matmul_stage},
+    {"attention", attention_stage},
+    {"gather", gather_stage},
+    {"scatter", scatter_stage},
+    {"topk", select_stage},
+    {"cumsum", scan_stage},
+    {"cumprod", scan_stage},
+    {"embedding_bag", bag_stage},
+    {"experts", experts_stage},
+    {"check", check_stage},
+    {"stop", stop_stage},
+    {"all_reduce", collective_stage},
+    {"all_gather", collective_stage},
+    {"reduce_scatter", collective_stage},
+    {"all_to_all", collective_stage},
+};
+
 }  // namespace
 
 Stage single_stage(Graph& graph, int index) {
   const Node node = graph.nodes()[index];
-  Stage stage;
-  if (node.op == "matmul") {
-    stage = matmul_stage(graph, node);
-  } else if (node.op == "dequant_matmul") {
-    stage = dequant_matmul_stage(graph, node);
-  } else if (node.op == "attention") {
-    stage = attention_stage(graph, node);
-  } else if (is_collective(node.op)) {
-    stage = collective_stage(graph, index);
-  } else if (node.op == "stop") {
-    stage.body = StopStage{node.inputs[0]};
-    stage.accesses = {{node.inputs[0], -1, false}};
-    stage.bytes = bytes_of(graph, {node.inputs[0]});
-    stage.replicable = true;
-    stage.kind = stage.name = "stop";
-  } else {
-    stage = indexed_stage(graph, node);
-    if (node.op == "check") stage.node = index;
-  }
+  const Maker* maker = std::ranges::find(kMakers, node.op, &Maker::op);
+  if (maker == std::end(kMakers)) fail_node(node, "has no stage");
+  Stage stage = maker->make(graph, node);
+  if (is_collective(node.op) || node.op == "check") stage.node = index;
   stage.origin = node.origin;
   return stage;
 }

@@ -15,7 +15,13 @@ Stage matmul_stage(Graph& graph, const Node& node);
 Stage dequant_matmul_stage(Graph& graph, const Node& node);
 // The accesses of a product, quantized or not, cut by columns or by rows.
 std::vector<Access> product_accesses(const Graph& graph, const MatmulStage& product);
-// Stages of gather, scatter, embedding_bag and experts, and of sorts and running sums along rows.
-Stage indexed_stage(Graph& graph, const Node& node);
+// Operators that read or write by index.
+Stage gather_stage(Graph& graph, const Node& node);
+Stage scatter_stage(Graph& graph, const Node& node);
+Stage bag_stage(Graph& graph, const Node& node);
+Stage experts_stage(Graph& graph, const Node& node);
+// Sorts and running sums along rows.
+Stage select_stage(Graph& graph, const Node& node);
+Stage scan_stage(Graph& graph, const Node& node);
 
 }  // namespace ark::compiler

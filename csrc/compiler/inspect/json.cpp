@@ -101,6 +101,25 @@ void write_buffers(JsonWriter& json, const Plan& plan) {
   json.close(']');
 }
 
+// The start of each task in microseconds, if all tasks take their estimated time. A wait ends wait_us after the signal
+// of another worker.
+std::vector<double> estimated_starts(const Plan& plan) {
+  std::vector<double> start(plan.tasks.size(), 0), free(plan.queues.size(), 0);
+  std::vector<std::pair<double, int>> met(plan.events.size(), {0, -1});  // last signal, and the worker that sent it
+  for (size_t index = 0; index < plan.tasks.size(); ++index) {
+    const Task& task = plan.tasks[index];
+    double at = free[task.worker];
+    for (const int event : task.waits) {
+      const auto& [signal, by] = met[event];
+      at = std::max(at, signal + (by == task.worker ? 0 : plan.target.wait_us));
+    }
+    start[index] = at;
+    free[task.worker] = at + task.cost_us;
+    for (const int event : task.signals) met[event] = std::max(met[event], {free[task.worker], task.worker});
+  }
+  return start;
+}
+
 void write_tasks(JsonWriter& json, const Plan& plan) {
   const std::vector<double> starts = estimated_starts(plan);
   json.key("tasks").open('[');

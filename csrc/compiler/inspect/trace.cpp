@@ -17,6 +17,7 @@
 
 #include "compiler/passes/prologue_fusion.hpp"
 #include "util/error.hpp"
+#include "util/format.hpp"
 #include "util/json_writer.hpp"
 
 namespace ark::compiler {
@@ -224,14 +225,12 @@ void Trace::thread_names(const Step& step, std::string& out) {
   int workers = 1;
   for (const TracedPlan::Task& task : step.plan->tasks) workers = std::max(workers, task.worker + 1);
   for (int worker = named_[lane]; worker < workers; ++worker) {
-    const std::string name =
-        (lane == 0 ? std::string() : "caller " + std::to_string(lane) + ", ") + "worker " + std::to_string(worker);
-    const std::string thread =
-        "\"pid\":" + std::to_string(process_) + ",\"tid\":" + std::to_string(step.lane * kLane + worker + 1);
-    out += ",\n{\"ph\":\"M\"," + thread + ",\"name\":\"thread_name\",\"args\":{\"name\":" + quoted(name) + "}}";
-    out += ",\n{\"ph\":\"M\"," + thread +
-           ",\"name\":\"thread_sort_index\",\"args\":{\"sort_index\":" + std::to_string(step.lane * kLane + worker) +
-           "}}";
+    const std::string name = formatted("{}worker {}", lane == 0 ? "" : formatted("caller {}, ", lane), worker);
+    const int64_t place = step.lane * kLane + worker;
+    append(out,
+           ",\n{{\"ph\":\"M\",\"pid\":{0},\"tid\":{1},\"name\":\"thread_name\",\"args\":{{\"name\":{2}}}}}"
+           ",\n{{\"ph\":\"M\",\"pid\":{0},\"tid\":{1},\"name\":\"thread_sort_index\",\"args\":{{\"sort_index\":{3}}}}}",
+           process_, place + 1, quoted(name), place);
   }
   named_[lane] = std::max(named_[lane], workers);
 }
@@ -239,16 +238,15 @@ void Trace::thread_names(const Step& step, std::string& out) {
 // Writes all stamped steps of a launch.
 void Trace::write_step(const Step& step, std::string& out) {
   const TracedPlan& plan = *step.plan;
-  out += slice(step, 0, step.begin_ns, step.end_ns) + "\"name\":" + quoted(plan.name) +
-         ",\"cat\":\"region\",\"args\":{\"step\":" + std::to_string(step.number) + "}}";
+  append(out, "{}\"name\":{},\"cat\":\"region\",\"args\":{{\"step\":{}}}}}", slice(step, 0, step.begin_ns, step.end_ns),
+         quoted(plan.name), step.number);
   const size_t turns = plan.tasks.empty() ? 0 : step.stamps.tasks.size() / plan.tasks.size();
   for (size_t turn = 0; turn < turns; ++turn) write_tasks(step, turn, out);
 }
 
 std::string Trace::slice(const Step& step, int worker, uint64_t begin, uint64_t end) const {
-  return ",\n{\"ph\":\"X\",\"pid\":" + std::to_string(process_) +
-         ",\"tid\":" + std::to_string(step.lane * kLane + worker + 1) + ",\"ts\":" + microseconds(begin) +
-         ",\"dur\":" + microseconds(end - begin) + ",";
+  return formatted(",\n{{\"ph\":\"X\",\"pid\":{},\"tid\":{},\"ts\":{},\"dur\":{},", process_,
+                   step.lane * kLane + worker + 1, microseconds(begin), microseconds(end - begin));
 }
 
 void Trace::write_tasks(const Step& step, size_t turn, std::string& out) {

@@ -9,6 +9,7 @@
 #include "compiler/fuse/fuse_views.hpp"
 #include "protocol/packet.hpp"
 #include "util/error.hpp"
+#include "util/format.hpp"
 
 namespace ark::compiler {
 
@@ -24,13 +25,13 @@ constexpr int64_t kMostBetween = 8;  // collectives in flight at once when they 
   ErrorContext context;
   context.remedy = "Leave this operator to another backend.";
   throw Error(ErrorKind::invalid_argument,
-              "the CUDA target cannot run stage " + node.op + " (" + node.origin + "): " + why, context);
+              formatted("the CUDA target cannot run stage {} ({}): {}", node.op, node.origin, why), context);
 }
 
 void check_exchange(const Graph& graph, const Node& node, const CollectiveStage& body) {
   if (body.ranks > kMostExchangeRanks)
-    refuse_exchange(node, "a group of " + std::to_string(body.ranks) + " ranks; loop kernels exchange packets among " +
-                              std::to_string(kMostExchangeRanks));
+    refuse_exchange(
+        node, formatted("a group of {} ranks; loop kernels exchange packets among {}", body.ranks, kMostExchangeRanks));
   const Value &in = graph.values()[body.input], &out = graph.values()[body.output];
   const bool from_parts = node.op == "reduce_scatter", to_parts = node.op == "all_gather";
   if (in.elements() * (to_parts ? body.ranks : 1) != out.elements() * (from_parts ? body.ranks : 1) ||
@@ -45,10 +46,10 @@ void check_exchange(const Graph& graph, const Node& node, const CollectiveStage&
   if (node.op != "all_reduce" && node.op != "reduce_scatter") return;
   const std::string op = node.text("reduce_op");
   static const std::set<std::string> known = {"sum", "avg", "product", "min", "max", "band", "bor", "bxor"};
-  if (known.count(op) == 0) refuse_exchange(node, "there is no reduce_op '" + op + "'");
+  if (known.count(op) == 0) refuse_exchange(node, formatted("there is no reduce_op '{}'", op));
   const bool bitwise = op == "band" || op == "bor" || op == "bxor";
   if ((bitwise && is_floating(in.type)) || (op == "avg" && !is_floating(in.type)))
-    refuse_exchange(node, op + " of " + name_of(in.type));
+    refuse_exchange(node, formatted("{} of {}", op, name_of(in.type)));
 }
 
 // Views the value as `parts` rows of `part` elements; one row is flat.
@@ -91,8 +92,8 @@ std::vector<Stage> lower_collectives(Graph& graph, std::vector<Stage> stages, co
     const auto packets = static_cast<int64_t>(protocol::packet_bytes(static_cast<uint64_t>(part * size)));
     bytes = std::max(bytes, body->ranks * packets);
     if (4 * bytes > kMostBytes)
-      refuse_exchange(node, "it takes " + std::to_string(4 * bytes >> 20) + " MB for packets; a region can have " +
-                                std::to_string(kMostBytes >> 20));
+      refuse_exchange(node,
+                      formatted("it takes {} MB for packets; a region can have {}", 4 * bytes >> 20, kMostBytes >> 20));
   }
   const auto count = static_cast<int64_t>(spread.size());
   const int64_t places = count > 0 ? places_for(count, bytes) : 0;

@@ -25,6 +25,7 @@
 #include "compiler/schedule/tile.hpp"
 #include "compiler/verify/validator.hpp"
 #include "util/error.hpp"
+#include "util/format.hpp"
 
 namespace ark::compiler {
 
@@ -112,9 +113,11 @@ void run(Compilation& now, Pass::Phase phase, const PassObserver& observer) {
 
 Compilation begin(Graph graph, const Target& target, bool multi_step) {
   if (target.workers < 1 || target.page_bytes < 1) {
-    throw Error(ErrorKind::invalid_argument, "a plan needs at least one worker and pages of at least one byte, not " +
-                                                 std::to_string(target.workers) + " workers and pages of " +
-                                                 std::to_string(target.page_bytes) + " bytes");
+    throw Error(
+        ErrorKind::invalid_argument,
+        formatted(
+            "a plan needs at least one worker and pages of at least one byte, not {} workers and pages of {} bytes",
+            target.workers, target.page_bytes));
   }
   Compilation now;
   now.plan.target = target;

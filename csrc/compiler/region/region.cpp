@@ -87,7 +87,6 @@ void prepare_costs() {
 
 Region::Region(Graph graph, std::vector<int> arguments, std::vector<int> results, const RegionOptions& options)
     : options_(options) {
-  graph.check();
   PassObserver observer;
   if (!options.dump_passes.empty()) observer = pass_dumper(options.dump_passes, options.name);
   plan_ = make_plan(std::move(graph), target_of(options), options.multi_step, observer);
@@ -174,7 +173,7 @@ void Region::add_collective(int index, const CollectiveStage& ends) {
 Region::Spec Region::spec_of(int index) const {
   const Value& value = plan_.graph.values()[index];
   const Buffer& buffer = plan_.graph.buffer_of(index);
-  return {to_torch(value.type), value.shape, value.strides, buffer.mutated, footprint(value)};
+  return {to_torch(value.type), value.shape, value.strides, buffer.mutated, box_of(value)};
 }
 
 at::Device Region::device() const {

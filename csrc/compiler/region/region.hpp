@@ -17,7 +17,7 @@
 #include <string>
 #include <vector>
 
-#include "compiler/graph/footprint.hpp"
+#include "compiler/graph/box.hpp"
 #include "compiler/inspect/trace.hpp"
 #include "compiler/region/region_ranks.hpp"
 #include "compiler/runtime/cpu_loop.hpp"
@@ -79,7 +79,7 @@ class Region {
     at::ScalarType type;
     std::vector<int64_t> sizes, strides;
     bool mutated = false;
-    Footprint bytes;
+    Box bytes;
   };
   // What every call compares an input with, kept compact. Sizes, then strides, start at extents_[first].
   struct Expected {

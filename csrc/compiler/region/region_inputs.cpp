@@ -91,11 +91,11 @@ bool Region::overlap(const std::vector<void*>& pointers) const {
     const auto at = reinterpret_cast<intptr_t>(pointers[i]);
     for (size_t k = 0; k < pointers.size(); ++k) {
       const auto other = reinterpret_cast<intptr_t>(pointers[k]);
-      const Footprint &mine = inputs_[i].bytes, &its = inputs_[k].bytes;
+      const Box &mine = inputs_[i].bytes, &its = inputs_[k].bytes;
       if (k == i || at + mine.end() <= other || other + its.end() <= at) continue;
-      Footprint one = mine, two = its;
-      (at < other ? two : one).first += at < other ? other - at : at - other;
-      if (may_overlap(one, two)) return true;
+      Box one = mine, two = its;
+      (at < other ? two : one).offset += at < other ? other - at : at - other;
+      if (compiler::overlap(one, two)) return true;
     }
   }
   const std::lock_guard lock(apart_mutex_);
@@ -124,7 +124,7 @@ void Region::bump_versions(const std::vector<at::Tensor>& inputs) const {
 bool overlapping(const std::vector<at::Tensor>& tensors, const std::vector<size_t>& written) {
   struct Place {
     intptr_t at = 0;
-    Footprint bytes;
+    Box bytes;
   };
   const auto place_of = [](const at::Tensor& tensor) {
     // As a value of bytes: a plan knows a few types, a tensor may have any.
@@ -135,7 +135,7 @@ bool overlapping(const std::vector<at::Tensor>& tensors, const std::vector<size_
     for (const int64_t stride : tensor.strides()) value.strides.push_back(stride * size);
     value.shape.push_back(size);
     value.strides.push_back(1);
-    return Place{reinterpret_cast<intptr_t>(tensor.const_data_ptr()), footprint(value)};
+    return Place{reinterpret_cast<intptr_t>(tensor.const_data_ptr()), box_of(value)};
   };
   const auto in_memory = [](const at::Tensor& tensor) {
     return tensor.layout() == at::kStrided && !tensor.unsafeGetTensorImpl()->is_python_dispatch() && tensor.numel() > 0;
@@ -146,8 +146,8 @@ bool overlapping(const std::vector<at::Tensor>& tensors, const std::vector<size_
       if (k == i || !in_memory(tensors[k]) || !tensors[i].storage().is_alias_of(tensors[k].storage())) continue;
       Place one = place_of(tensors[i]), two = place_of(tensors[k]);
       if (one.at > two.at) std::swap(one, two);
-      two.bytes.first += two.at - one.at;
-      if (may_overlap(one.bytes, two.bytes)) return true;
+      two.bytes.offset += two.at - one.at;
+      if (overlap(one.bytes, two.bytes)) return true;
     }
   }
   return false;

@@ -12,6 +12,7 @@
 #include "compiler/runtime/step_failure.hpp"
 #include "compiler/runtime/worker_pool.hpp"
 #include "util/error.hpp"
+#include "util/format.hpp"
 
 namespace ark::compiler {
 
@@ -30,7 +31,7 @@ class Block {
     bytes_ = (bytes + alignment - 1) / alignment * alignment;
     data_ = static_cast<char*>(std::aligned_alloc(static_cast<size_t>(alignment), static_cast<size_t>(bytes_)));
     if (data_ == nullptr)
-      throw Error(ErrorKind::system, "no memory for the " + std::to_string(bytes_) + " bytes of a compiled region");
+      throw Error(ErrorKind::system, formatted("no memory for the {} bytes of a compiled region", bytes_));
     if (alignment == kHugePage) ::madvise(data_, static_cast<size_t>(bytes_), MADV_HUGEPAGE);
     std::memset(data_, 0, static_cast<size_t>(bytes_));
   }
@@ -93,7 +94,7 @@ void CpuLoop::load(const jit::HostCompiler::Result& compiled) {
   info_ = *static_cast<const cpu::PlanInfo*>(library_->symbol(kInfoSymbol));
   if (info_.abi != cpu::kAbi || info_.workers != plan_.queues.size() || info_.events != plan_.events.size() ||
       info_.tasks != plan_.tasks.size())
-    throw Error(ErrorKind::system, "a compiled plan is not the one that was asked for (" + key_ + ")");
+    throw Error(ErrorKind::system, formatted("a compiled plan is not the one that was asked for ({})", key_));
 }
 
 CpuLoop::~CpuLoop() = default;
@@ -109,8 +110,8 @@ void CpuLoop::run(const void* const* inputs, void* const* outputs, StepStamps* s
 
 uint64_t CpuLoop::run_steps(const void* const* inputs, void* const* outputs, const Steps& steps, StepStamps* stamps) {
   if (steps.most < 1 || (steps.most > 1 && !plan_.multi_step))
-    throw Error(ErrorKind::invalid_argument, "a launch of " + std::to_string(steps.most) + " steps of a plan that is " +
-                                                 (plan_.multi_step ? "" : "not ") + "multi_step");
+    throw Error(ErrorKind::invalid_argument, formatted("a launch of {} steps of a plan that is {}multi_step",
+                                                       steps.most, plan_.multi_step ? "" : "not "));
   size_t waits = 0;
   const uint64_t stamped = stamps == nullptr ? 0 : std::min(steps.most, steps.stamped);
   if (stamps != nullptr) {

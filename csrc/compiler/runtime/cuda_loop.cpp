@@ -13,6 +13,7 @@
 #include "cuda/loop/lookahead.cuh"
 #include "protocol/atomics.hpp"
 #include "util/error.hpp"
+#include "util/format.hpp"
 
 namespace ark::compiler {
 
@@ -43,20 +44,19 @@ CudaLoop::CudaLoop(Plan plan, int device)
   ErrorContext context;
   context.remedy = "Leave this region to another backend.";
   const auto refuse = [&](const std::string& why) {
-    throw Error(ErrorKind::invalid_argument,
-                "the loop kernel of " + std::to_string(plan_.stages.size()) + " stages " + why, context);
+    throw Error(ErrorKind::invalid_argument, formatted("the loop kernel of {} stages {}", plan_.stages.size(), why),
+                context);
   };
   if (kernel_->local > kMostLocal)
-    refuse("keeps " + std::to_string(kernel_->local) + " bytes of each thread in memory: it needs more than the " +
-           std::to_string(kernel_->registers) + " registers that a thread can have");
+    refuse(
+        formatted("keeps {} bytes of each thread in memory: it needs more than the {} registers that a thread can have",
+                  kernel_->local, kernel_->registers));
   if (kernel_->max_dynamic_shared < shared_bytes())
-    refuse("needs " + std::to_string(shared_bytes() + kernel_->static_shared) +
-           " bytes of shared memory a block, and the device has " +
-           std::to_string(kernel_->max_dynamic_shared + kernel_->static_shared));
+    refuse(formatted("needs {} bytes of shared memory a block, and the device has {}",
+                     shared_bytes() + kernel_->static_shared, kernel_->max_dynamic_shared + kernel_->static_shared));
   const int resident = resident_blocks(*kernel_, loop::kThreads, static_cast<size_t>(shared_bytes()));
   if (resident < static_cast<int>(plan_.queues.size()))
-    refuse("needs " + std::to_string(plan_.queues.size()) + " blocks at once, and the device holds " +
-           std::to_string(resident));
+    refuse(formatted("needs {} blocks at once, and the device holds {}", plan_.queues.size(), resident));
 }
 
 CudaLoop::~CudaLoop() = default;
@@ -164,9 +164,9 @@ void CudaLoop::run(const void* const* inputs, void* const* outputs, CUstream str
 CudaLoop::Launched CudaLoop::launch_steps(const void* const* inputs, CUstream stream, uint32_t most,
                                           const loop::Ranks* ranks) {
   if (most < 1 || !plan_.multi_step || capture_of(stream).id != 0)
-    throw Error(ErrorKind::invalid_argument, "a launch of " + std::to_string(most) + " steps of a plan that is " +
-                                                 (plan_.multi_step ? "" : "not ") + "multi_step" +
-                                                 (capture_of(stream).id != 0 ? ", under graph capture" : ""));
+    throw Error(ErrorKind::invalid_argument,
+                formatted("a launch of {} steps of a plan that is {}multi_step{}", most, plan_.multi_step ? "" : "not ",
+                          capture_of(stream).id != 0 ? ", under graph capture" : ""));
   raise_if_failed();
   const std::shared_ptr<StepMemory> memory = memories_.of(stream);
   loop::Report& report = memory->host_report();
@@ -183,8 +183,7 @@ uint64_t CudaLoop::wait_steps(const Launched& launched, CUstream stream, const s
   const auto stuck = [&](const std::string& what) {
     const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(wait.limit()).count();
     throw Error(ErrorKind::timeout,
-                "a launch of " + std::to_string(launched.most) + " steps, for which the host waits " +
-                    std::to_string(seconds) + " s, " + what,
+                formatted("a launch of {} steps, for which the host waits {} s, {}", launched.most, seconds, what),
                 ErrorContext{-1, -1, "compiled region", 0,
                              "Look at what was enqueued on its stream before, and at the GPU (nvidia-smi)."});
   };
@@ -202,9 +201,9 @@ uint64_t CudaLoop::wait_steps(const Launched& launched, CUstream stream, const s
   }
   raise_if_failed();
   check(state, "waiting for a launch of many steps");
-  if (wait.overdue()) stuck("was stopped after " + std::to_string(report.steps));
+  if (wait.overdue()) stuck(formatted("was stopped after {}", report.steps));
   if (protocol::load_acquire(report.stop) != 0)
-    throw Error(ErrorKind::aborted, "a compiled region was stopped after " + std::to_string(report.steps) + " steps",
+    throw Error(ErrorKind::aborted, formatted("a compiled region was stopped after {} steps", report.steps),
                 ErrorContext{-1, -1, "compiled region", 0, ""});
   return report.steps;
 }

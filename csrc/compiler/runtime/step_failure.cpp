@@ -6,17 +6,17 @@
 
 #include "compiler/passes/prologue_fusion.hpp"
 #include "util/error.hpp"
+#include "util/format.hpp"
 
 namespace ark::compiler {
 
 namespace {
 
 std::string describe_task(const Plan& plan, int task) {
-  if (task < 0 || task >= static_cast<int>(plan.tasks.size())) return "task " + std::to_string(task);
+  if (task < 0 || task >= static_cast<int>(plan.tasks.size())) return formatted("task {}", task);
   const Task& one = plan.tasks[static_cast<size_t>(task)];
   const Stage& stage = plan.stages[static_cast<size_t>(one.stage)];
-  return "task " + std::to_string(task) + " (" + stage.name + ", " + stage.origin + ", worker " +
-         std::to_string(one.worker) + ")";
+  return formatted("task {} ({}, {}, worker {})", task, stage.name, stage.origin, one.worker);
 }
 
 }  // namespace
@@ -30,7 +30,7 @@ std::string describe_left(const Plan& plan, const StepFailure& failure) {
       const Push& pushed = plan.placements[buffer].pushed;
       if (access.write || pushed.ranks == 0) continue;
       const Node& node = plan.graph.nodes()[static_cast<size_t>(pushed.node)];
-      sums += (sums.empty() ? " of " : " or of ") + node.op + " (" + node.origin + ")";
+      append(sums, "{} of {} ({})", sums.empty() ? "" : " or", node.op, node.origin);
     }
   };
   if (failure.task >= 0 && failure.task < static_cast<int>(plan.tasks.size())) {
@@ -38,8 +38,8 @@ std::string describe_left(const Plan& plan, const StepFailure& failure) {
     for (const int task : {head, failure.task})
       if (task >= 0) add_sums(task);
   }
-  return "worker " + std::to_string(failure.worker) + " left " + describe_task(plan, failure.task) +
-         " without the part of rank " + std::to_string(failure.value) + sums;
+  return formatted("worker {} left {} without the part of rank {}{}", failure.worker, describe_task(plan, failure.task),
+                   failure.value, sums);
 }
 
 void raise_step_failure(const Plan& plan, const StepFailure& failure) {
@@ -50,18 +50,18 @@ void raise_step_failure(const Plan& plan, const StepFailure& failure) {
       const Stage& stage = plan.stages.at(static_cast<size_t>(failure.stage));
       if (stage.kind == "check") {
         const Node& node = plan.graph.nodes().at(static_cast<size_t>(stage.node));
-        throw Error(ErrorKind::invalid_argument, node.text("message") + " (" + stage.origin + ")", context);
+        throw Error(ErrorKind::invalid_argument, formatted("{} ({})", node.text("message"), stage.origin), context);
       }
       if (failure.dimension < 0)
         throw Error(ErrorKind::out_of_range,
-                    "offsets hold " + std::to_string(failure.value) + " where at most " +
-                        std::to_string(failure.limit - 1) + " may stand in " + stage.name + " (" + stage.origin +
-                        "): they begin at 0, do not fall, and end within the indices",
+                    formatted("offsets hold {} where at most {} may stand in {} ({}): they begin at 0, do not fall, "
+                              "and end within the indices",
+                              failure.value, failure.limit - 1, stage.name, stage.origin),
                     context);
       throw Error(ErrorKind::out_of_range,
-                  "index " + std::to_string(failure.value) + " is out of bounds for dimension " +
-                      std::to_string(failure.dimension) + " with size " + std::to_string(failure.limit) + " in " +
-                      (stage.indexed.empty() ? stage.name + " (" + stage.origin + ")" : stage.indexed),
+                  formatted("index {} is out of bounds for dimension {} with size {} in {}", failure.value,
+                            failure.dimension, failure.limit,
+                            stage.indexed.empty() ? formatted("{} ({})", stage.name, stage.origin) : stage.indexed),
                   context);
     }
     case StepFailure::Kind::deadline: {
@@ -77,20 +77,18 @@ void raise_step_failure(const Plan& plan, const StepFailure& failure) {
         if (std::any_of(signals.begin(), signals.end(), meant))
           whom += (whom.empty() ? "" : ", ") + describe_task(plan, static_cast<int>(i));
       }
-      const std::string missing = polled ? "packets of step " + std::to_string(failure.limit) + " have not come"
-                                         : "event " + std::to_string(failure.event) + " is at " +
-                                               std::to_string(failure.value) + " and must reach " +
-                                               std::to_string(failure.limit);
+      const std::string missing =
+          polled ? formatted("packets of step {} have not come", failure.limit)
+                 : formatted("event {} is at {} and must reach {}", failure.event, failure.value, failure.limit);
       context.remedy = "Raise the limit if the machine is that busy; otherwise please report it with the plan.";
       throw Error(ErrorKind::timeout,
-                  "worker " + std::to_string(failure.worker) + " waited longer than " +
-                      std::to_string(failure.timeout.count()) + " ms before " + describe_task(plan, failure.task) +
-                      " for " + whom + ": " + missing,
+                  formatted("worker {} waited longer than {} ms before {} for {}: {}", failure.worker,
+                            failure.timeout.count(), describe_task(plan, failure.task), whom, missing),
                   context);
     }
     case StepFailure::Kind::collective: {
       const Stage& stage = plan.stages.at(static_cast<size_t>(failure.stage));
-      throw Error(ErrorKind::system, "a collective failed in " + stage.name + " (" + stage.origin + ")", context);
+      throw Error(ErrorKind::system, formatted("a collective failed in {} ({})", stage.name, stage.origin), context);
     }
     case StepFailure::Kind::peer:
       context.peer = static_cast<int>(failure.value);

@@ -4,21 +4,20 @@
 #include <algorithm>
 
 #include "util/error.hpp"
+#include "util/format.hpp"
 
 namespace ark::compiler {
 
 std::string describe(const Plan& plan, int index) {
   const Task& task = plan.tasks[index];
-  std::string text = "task " + std::to_string(index) + " (";
+  std::string what;
   if (task.stage >= 0 && task.stage < static_cast<int>(plan.stages.size())) {
     const Stage& stage = plan.stages[task.stage];
-    text += "stage " + std::to_string(task.stage) + " '" + (stage.name.empty() ? stage.kind : stage.name) + "'";
-    if (!stage.origin.empty()) text += ", " + stage.origin;
-  } else {
-    text += "stage " + std::to_string(task.stage);
+    append(what, " '{}'", stage.name.empty() ? stage.kind : stage.name);
+    if (!stage.origin.empty()) append(what, ", {}", stage.origin);
   }
-  text += ", tile [" + std::to_string(task.begin) + ", " + std::to_string(task.end) + ")";
-  return text + " on worker " + std::to_string(task.worker) + ")";
+  return formatted("task {} (stage {}{}, tile [{}, {}) on worker {})", index, task.stage, what, task.begin, task.end,
+                   task.worker);
 }
 
 Order::Order(const Plan& plan, int steps)
@@ -110,10 +109,11 @@ void Order::stuck(const Plan& plan, const std::vector<size_t>& next) const {
         if (next[by] <= step * length_[by] + place_of_[other]) missing = static_cast<int>(other);
       }
       if (missing < 0 && signals >= plan.events[event].threshold) continue;
-      text += "it waits for event " + std::to_string(event) + ", which ";
-      text += signals < plan.events[event].threshold ? std::to_string(signals) + " tasks signal and " +
-                                                           std::to_string(plan.events[event].threshold) + " are needed"
-                                                     : describe(plan, missing) + " does not signal before";
+      append(text, "it waits for event {}, which ", event);
+      if (signals < plan.events[event].threshold)
+        append(text, "{} tasks signal and {} are needed", signals, plan.events[event].threshold);
+      else
+        append(text, "{} does not signal before", describe(plan, missing));
       throw Error(ErrorKind::invalid_argument, text);
     }
     if (plan.tasks[index].carried.empty()) continue;

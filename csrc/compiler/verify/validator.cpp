@@ -12,31 +12,23 @@
 #include "compiler/graph/box.hpp"
 #include "compiler/graph/stage_queries.hpp"
 #include "compiler/schedule/memory_planner.hpp"
-#include "util/error.hpp"
+#include "compiler/verify/plan_error.hpp"
 
 namespace ark::compiler {
 
 namespace {
 
-using std::to_string;
-
-[[noreturn]] void plan_error(const std::string& what) {
-  throw Error(ErrorKind::invalid_argument, what);
-}
-
 void check_target(const Plan& plan) {
   const Target& target = plan.target;
-  if (target.workers < 1) plan_error("a plan for " + to_string(target.workers) + " workers cannot run");
+  if (target.workers < 1) plan_error("a plan for {} workers cannot run", target.workers);
   if (plan.queues.size() != static_cast<size_t>(target.workers)) {
-    plan_error("there are " + to_string(plan.queues.size()) + " queues for " + to_string(target.workers) + " workers");
+    plan_error("there are {} queues for {} workers", plan.queues.size(), target.workers);
   }
   if (target.page_bytes < 1 || target.pages < 1) {
-    plan_error("the ring has " + to_string(target.pages) + " pages of " + to_string(target.page_bytes) +
-               " bytes: it needs at least one of one");
+    plan_error("the ring has {} pages of {} bytes: it needs at least one of one", target.pages, target.page_bytes);
   }
   if (target.in_flight < 1 || target.in_flight > target.pages) {
-    plan_error("the ring of " + to_string(target.pages) + " pages cannot have " + to_string(target.in_flight) +
-               " in flight");
+    plan_error("the ring of {} pages cannot have {} in flight", target.pages, target.in_flight);
   }
 }
 
@@ -44,29 +36,29 @@ void check_task(const Plan& plan, int index) {
   const Task& task = plan.tasks[index];
   const auto name = [&] { return describe(plan, index); };
   if (task.stage < 0 || task.stage >= static_cast<int>(plan.stages.size())) {
-    plan_error(name() + " is of no stage: there are " + to_string(plan.stages.size()));
+    plan_error("{} is of no stage: there are {}", name(), plan.stages.size());
   }
   const Stage& stage = plan.stages[task.stage];
   if (task.begin < 0 || task.end > stage.extent || task.begin >= task.end) {
-    plan_error(name() + " is no part of its stage's extent of " + to_string(stage.extent));
+    plan_error("{} is no part of its stage's extent of {}", name(), stage.extent);
   }
   if (task.begin % stage.grain != 0 || (task.end % stage.grain != 0 && task.end != stage.extent)) {
-    plan_error(name() + " is not cut at multiples of its stage's grain of " + to_string(stage.grain));
+    plan_error("{} is not cut at multiples of its stage's grain of {}", name(), stage.grain);
   }
   if (task.worker < 0 || task.worker >= plan.target.workers) {
-    plan_error(name() + " is for a worker that is not there: there are " + to_string(plan.target.workers));
+    plan_error("{} is for a worker that is not there: there are {}", name(), plan.target.workers);
   }
   if (!task.carried.empty() && !plan.multi_step) {
-    plan_error(name() + " waits for the step before, in a plan whose steps are launches of their own");
+    plan_error("{} waits for the step before, in a plan whose steps are launches of their own", name());
   }
   if (std::holds_alternative<CollectiveStage>(stage.body) &&
       (task.replica || (task.worker != 0 && !is_spread(stage)))) {
-    plan_error(name() + " is a collective" +
-               (is_spread(stage) ? ", which is not repeated" : ", which belongs to worker 0"));
+    plan_error("{} is a collective{}", name(),
+               is_spread(stage) ? ", which is not repeated" : ", which belongs to worker 0");
   }
   for (const int event : task.carried) {
     if (event >= 0 && event < static_cast<int>(plan.events.size()) && plan.events[event].packets) {
-      plan_error(name() + " waits for packets of the step before, which have no counter");
+      plan_error("{} waits for packets of the step before, which have no counter", name());
     }
   }
   for (const auto* list : {&task.waits, &task.signals, &task.carried}) {
@@ -74,10 +66,10 @@ void check_task(const Plan& plan, int index) {
     for (size_t at = 0; at < list->size(); ++at) {
       const int event = (*list)[at];
       if (event < 0 || event >= static_cast<int>(plan.events.size())) {
-        plan_error(name() + verb + to_string(event) + ": there are " + to_string(plan.events.size()) + " events");
+        plan_error("{}{}{}: there are {} events", name(), verb, event, plan.events.size());
       }
       if (std::find(list->begin(), list->begin() + at, event) != list->begin() + at) {
-        plan_error(name() + verb + to_string(event) + " twice");
+        plan_error("{}{}{} twice", name(), verb, event);
       }
     }
   }
@@ -90,34 +82,33 @@ void check_queues(const Plan& plan) {
     int collective = -1;  // node of the last one
     for (const int index : plan.queues[worker].tasks) {
       if (index < 0 || index >= static_cast<int>(plan.tasks.size())) {
-        plan_error("the queue of worker " + to_string(worker) + " has a task " + to_string(index) + ": there are " +
-                   to_string(plan.tasks.size()));
+        plan_error("the queue of worker {} has a task {}: there are {}", worker, index, plan.tasks.size());
       }
-      if (queue_of[index] >= 0) plan_error(describe(plan, index) + " is queued twice");
+      if (queue_of[index] >= 0) plan_error("{} is queued twice", describe(plan, index));
       const Stage& stage = plan.stages[plan.tasks[index].stage];
       if (const int node = stage.node; node >= 0 && std::holds_alternative<CollectiveStage>(stage.body)) {
         if (node < collective) {
-          plan_error(describe(plan, index) + " is a collective that stands before this one in the graph");
+          plan_error("{} is a collective that stands before this one in the graph", describe(plan, index));
         }
         if (node == collective) {
-          plan_error(describe(plan, index) + " is the second tile of a collective on worker " + to_string(worker) +
-                     ", where another rank may have the first");
+          plan_error("{} is the second tile of a collective on worker {}, where another rank may have the first",
+                     describe(plan, index), worker);
         }
         collective = node;
       }
       queue_of[index] = static_cast<int>(worker);
       if (plan.tasks[index].worker != static_cast<int>(worker)) {
-        plan_error(describe(plan, index) + " is in the queue of worker " + to_string(worker));
+        plan_error("{} is in the queue of worker {}", describe(plan, index), worker);
       }
       if (index < last) {
-        plan_error(describe(plan, index) + " is queued behind " + describe(plan, last) +
-                   ", though tasks are listed in an order that is valid to execute");
+        plan_error("{} is queued behind {}, though tasks are listed in an order that is valid to execute",
+                   describe(plan, index), describe(plan, last));
       }
       last = index;
     }
   }
   for (size_t index = 0; index < queue_of.size(); ++index) {
-    if (queue_of[index] < 0) plan_error(describe(plan, static_cast<int>(index)) + " is in no queue");
+    if (queue_of[index] < 0) plan_error("{} is in no queue", describe(plan, static_cast<int>(index)));
   }
 }
 
@@ -130,8 +121,8 @@ void check_events(const Plan& plan) {
   for (size_t index = 0; index < plan.tasks.size(); ++index) {
     for (const int event : plan.tasks[index].waits) {
       if (signals[event] == plan.events[event].threshold && last[event] >= static_cast<int>(index)) {
-        plan_error(describe(plan, static_cast<int>(index)) + " waits for event " + to_string(event) + ", which " +
-                   describe(plan, last[event]) + " signals: tasks are listed in an order that is valid to execute");
+        plan_error("{} waits for event {}, which {} signals: tasks are listed in an order that is valid to execute",
+                   describe(plan, static_cast<int>(index)), event, describe(plan, last[event]));
       }
     }
   }
@@ -146,40 +137,39 @@ void check_events(const Plan& plan) {
         }
       }
     }
-    plan_error((waiter >= 0 ? describe(plan, waiter) + " waits for event " : "event ") + to_string(event) +
-               (waiter >= 0 ? ", which" : "") + " counts to " + to_string(plan.events[event].threshold) +
-               " a step but has " + to_string(signals[event]) + " signals" +
-               (last[event] >= 0 ? ", the last by " + describe(plan, last[event]) : ""));
+    plan_error("{}{}{} counts to {} a step but has {} signals{}",
+               waiter >= 0 ? describe(plan, waiter) + " waits for event " : "event ", event,
+               waiter >= 0 ? ", which" : "", plan.events[event].threshold, signals[event],
+               last[event] >= 0 ? ", the last by " + describe(plan, last[event]) : "");
   }
 }
 
 std::string name_of_stage(const Plan& plan, int stage) {
   const Stage& what = plan.stages[stage];
-  return "stage " + to_string(stage) + " '" + (what.name.empty() ? what.kind : what.name) + "'" +
-         (what.origin.empty() ? "" : ", " + what.origin);
+  return formatted("stage {} '{}'{}", stage, what.name.empty() ? what.kind : what.name,
+                   what.origin.empty() ? "" : ", " + what.origin);
 }
 
 void check_replicas(const Plan& plan, int stage, const std::vector<int>& tasks) {
   std::vector<char> seen(plan.queues.size(), 0);
   for (const int index : tasks) {
     const Task& task = plan.tasks[index];
-    if (!task.replica) plan_error(describe(plan, index) + " is no replica, but its stage has others that are");
-    if (!plan.stages[stage].replicable) plan_error(describe(plan, index) + " replicates what may run only once");
+    if (!task.replica) plan_error("{} is no replica, but its stage has others that are", describe(plan, index));
+    if (!plan.stages[stage].replicable) plan_error("{} replicates what may run only once", describe(plan, index));
     if (task.begin != 0 || task.end != plan.stages[stage].extent) {
-      plan_error(describe(plan, index) + " is a replica of a part: replicas compute the whole stage");
+      plan_error("{} is a replica of a part: replicas compute the whole stage", describe(plan, index));
     }
-    if (seen[task.worker]++) plan_error(describe(plan, index) + " is the second replica on its worker");
+    if (seen[task.worker]++) plan_error("{} is the second replica on its worker", describe(plan, index));
   }
 }
 
 // Every worker must learn of the end.
 void check_stop(const Plan& plan, int stage, const std::vector<int>& tasks) {
-  if (!plan.multi_step) plan_error(name_of_stage(plan, stage) + " ends a loop, in a plan whose steps are launches");
+  if (!plan.multi_step) plan_error("{} ends a loop, in a plan whose steps are launches", name_of_stage(plan, stage));
   for (size_t worker = 0; worker < plan.queues.size(); ++worker) {
     const auto here = [&](int index) { return plan.tasks[index].worker == static_cast<int>(worker); };
     if (std::none_of(tasks.begin(), tasks.end(), here)) {
-      plan_error("worker " + to_string(worker) + " does not run " + name_of_stage(plan, stage) +
-                 " and would go on where others end");
+      plan_error("worker {} does not run {} and would go on where others end", worker, name_of_stage(plan, stage));
     }
   }
 }
@@ -202,12 +192,12 @@ class TailChecker {
       if (access.write && !is_one_of(later_, access)) made.push_back(access);
     for (const Stage& next : stage_.tail) {
       if (next.extent != stage_.extent || !next.tail.empty())
-        plan_error(name() + " goes on with " + next.name + ", whose tiles are not its own");
+        plan_error("{} goes on with {}, whose tiles are not its own", name(), next.name);
       for (const Access& access : next.accesses) {
-        const auto place = [&] { return "value " + to_string(access.value) + " in " + next.name; };
+        const auto place = [&] { return formatted("value {} in {}", access.value, next.name); };
         if (access.write) {
           if (!is_one_of(stage_.accesses, access))
-            plan_error(name() + " writes " + place() + ", which its stage does not declare");
+            plan_error("{} writes {}, which its stage does not declare", name(), place());
           continue;
         }
         const Box box = box_of(plan_.graph, stage_, access, task.begin, task.end);
@@ -218,10 +208,10 @@ class TailChecker {
           const bool changed = is_one_of(next.accesses, one);  // in place, by the same stage
           if ((!changed && !is_one_of(made, one)) ||
               !covers(box_of(plan_.graph, stage_, one, task.begin, task.end), box))
-            plan_error(name() + " reads " + place() + ", of which another tile of its stage writes a part");
+            plan_error("{} reads {}, of which another tile of its stage writes a part", name(), place());
         }
         if (!own && !is_one_of(stage_.accesses, access))
-          plan_error(name() + " reads " + place() + ", which its stage does not declare");
+          plan_error("{} reads {}, which its stage does not declare", name(), place());
       }
       for (const Access& access : next.accesses)
         if (access.write) made.push_back(access);
@@ -248,25 +238,24 @@ void check_stages(const Plan& plan) {
   const auto values = static_cast<int>(plan.graph.values().size());
   for (size_t index = 0; index < plan.stages.size(); ++index) {
     const Stage& stage = plan.stages[index];
-    const std::string name = "stage " + to_string(index) + " '" + (stage.name.empty() ? stage.kind : stage.name) + "'";
+    const std::string name = formatted("stage {} '{}'", index, stage.name.empty() ? stage.kind : stage.name);
     if (stage.extent < 0 || stage.grain < 1) {
-      plan_error(name + " has extent " + to_string(stage.extent) + " and grain " + to_string(stage.grain));
+      plan_error("{} has extent {} and grain {}", name, stage.extent, stage.grain);
     }
     std::vector<Access> accesses = stage.accesses;
     for (const Stage& next : stage.tail) accesses.insert(accesses.end(), next.accesses.begin(), next.accesses.end());
     for (const Access& access : accesses) {
       if (access.value < 0 || access.value >= values || plan.graph.values()[access.value].is_literal()) {
-        plan_error(name + " touches value " + to_string(access.value) + ", which is in no buffer");
+        plan_error("{} touches value {}, which is in no buffer", name, access.value);
       }
       const Value& value = plan.graph.values()[access.value];
       if (access.axis >= static_cast<int>(value.shape.size())) {
-        plan_error(name + " cuts dimension " + to_string(access.axis) + " of value " + to_string(access.value) +
-                   ", which has " + to_string(value.shape.size()));
+        plan_error("{} cuts dimension {} of value {}, which has {}", name, access.axis, access.value,
+                   value.shape.size());
       }
       if (access.write && plan.graph.buffers()[value.buffer].kind == Buffer::Kind::input &&
           !plan.graph.buffers()[value.buffer].mutated) {
-        plan_error(name + " writes value " + to_string(access.value) +
-                   ", which lies on an input that is not to change");
+        plan_error("{} writes value {}, which lies on an input that is not to change", name, access.value);
       }
     }
   }
@@ -297,16 +286,14 @@ void check_tiles(const Plan& plan) {
     int64_t covered = 0;
     for (const int index : tasks) {
       const Task& task = plan.tasks[index];
-      if (task.begin < covered) plan_error(describe(plan, index) + " repeats what another tile of its stage does");
+      if (task.begin < covered) plan_error("{} repeats what another tile of its stage does", describe(plan, index));
       if (task.begin > covered) {
-        plan_error(describe(plan, index) + " leaves a gap: nobody runs [" + to_string(covered) + ", " +
-                   to_string(task.begin) + ") of its stage");
+        plan_error("{} leaves a gap: nobody runs [{}, {}) of its stage", describe(plan, index), covered, task.begin);
       }
       covered = task.end;
     }
     if (covered != extent) {
-      plan_error("nobody runs [" + to_string(covered) + ", " + to_string(extent) + ") of " +
-                 name_of_stage(plan, stage));
+      plan_error("nobody runs [{}, {}) of {}", covered, extent, name_of_stage(plan, stage));
     }
   }
 }
@@ -314,31 +301,29 @@ void check_tiles(const Plan& plan) {
 void check_placements(const Plan& plan) {
   const std::vector<Buffer>& buffers = plan.graph.buffers();
   if (plan.placements.size() != buffers.size()) {
-    plan_error("there are " + to_string(plan.placements.size()) + " placements for " + to_string(buffers.size()) +
-               " buffers");
+    plan_error("there are {} placements for {} buffers", plan.placements.size(), buffers.size());
   }
   for (size_t buffer = 0; buffer < buffers.size(); ++buffer) {
     const Placement& placement = plan.placements[buffer];
     if (const Push& pushed = placement.pushed; pushed.ranks > 0) {
       const int64_t bytes = 2 * buffers[buffer].bytes;
       if (!placement.packets || placement.own || placement.offset != -1 || plan.multi_step)
-        plan_error("buffer " + to_string(buffer) + " is pushed by ranks, but is no packets, or has a place here too");
+        plan_error("buffer {} is pushed by ranks, but is no packets, or has a place here too", buffer);
       if (bytes > pushed.apart || pushed.place + pushed.ranks * pushed.apart > pushed.half)
-        plan_error("buffer " + to_string(buffer) + " is pushed by ranks beyond its place");
+        plan_error("buffer {} is pushed by ranks beyond its place", buffer);
       continue;
     }
     if (placement.offset == -1 && !placement.own && !placement.packets) continue;
-    const std::string name = "buffer " + to_string(buffer);
+    const std::string name = formatted("buffer {}", buffer);
     if (buffers[buffer].kind != Buffer::Kind::temporary) {
-      plan_error(name + " has a place in the arena but is no temporary");
+      plan_error("{} has a place in the arena but is no temporary", name);
     }
-    if (placement.packets && placement.own) plan_error(name + " is packets to others and each worker's own");
+    if (placement.packets && placement.own) plan_error("{} is packets to others and each worker's own", name);
     const int64_t arena = placement.own ? plan.own_bytes : plan.arena_bytes;
     if (placement.offset < 0 || placement.offset % placement_alignment != 0 ||
         placement.offset + placed_bytes(buffers[buffer], placement) > arena) {
-      plan_error(name + " lies at " + to_string(placement.offset) + " with " +
-                 to_string(placed_bytes(buffers[buffer], placement)) + " bytes: not aligned, or outside the arena of " +
-                 to_string(arena) + " bytes");
+      plan_error("{} lies at {} with {} bytes: not aligned, or outside the arena of {} bytes", name, placement.offset,
+                 placed_bytes(buffers[buffer], placement), arena);
     }
   }
   std::vector<int> writer(buffers.size(), -1);  // of packets: the stage that writes them
@@ -349,23 +334,24 @@ void check_placements(const Plan& plan) {
       const Buffer& buffer = buffers[value.buffer];
       const Placement& placement = plan.placements[value.buffer];
       const auto name = [&] {
-        return describe(plan, static_cast<int>(index)) + (access.write ? " writes" : " reads") + " value " +
-               to_string(access.value) + " in buffer " + to_string(value.buffer);
+        return formatted("{} {} value {} in buffer {}", describe(plan, static_cast<int>(index)),
+                         access.write ? "writes" : "reads", access.value, value.buffer);
       };
       if (buffer.kind == Buffer::Kind::temporary && placement.offset < 0 && placement.pushed.ranks == 0)
-        plan_error(name() + ", which has no place");
+        plan_error("{}, which has no place", name());
       const Box box = box_of(value);
       if (box.offset < 0 || box.end() > buffer.bytes) {
-        plan_error(name() + " beyond its " + to_string(buffer.bytes) + " bytes");
+        plan_error("{} beyond its {} bytes", name(), buffer.bytes);
       }
       if (access.write && placement.packets) {
         int& by = writer[value.buffer];
-        if (by >= 0 && by != task.stage) plan_error(name() + ", whose packets stage " + to_string(by) + " writes too");
+        if (by >= 0 && by != task.stage) plan_error("{}, whose packets stage {} writes too", name(), by);
         by = task.stage;
       }
       if (access.write && task.replica != placement.own) {
-        plan_error(name() + (task.replica ? ", which all workers share, as one of several replicas"
-                                          : ", of which each worker has a copy of its own"));
+        plan_error("{}{}", name(),
+                   task.replica ? ", which all workers share, as one of several replicas"
+                                : ", of which each worker has a copy of its own");
       }
     }
   }
@@ -388,15 +374,15 @@ void check_heads(const Plan& plan) {
       const int last = std::exchange(before, index);
       if (task.head < 0) continue;
       const auto name = [&] { return describe(plan, index) + " begins with "; };
-      if (task.head != last) plan_error(name() + "a task that is not the one before it in its queue");
+      if (task.head != last) plan_error("{}a task that is not the one before it in its queue", name());
       const Task& head = plan.tasks[last];
-      if (head.head >= 0) plan_error(name() + describe(plan, last) + ", which begins with another itself");
+      if (head.head >= 0) plan_error("{}{}, which begins with another itself", name(), describe(plan, last));
       if (task.replica || !head.replica)
-        plan_error(name() + describe(plan, last) + ", which is not for its worker alone");
+        plan_error("{}{}, which is not for its worker alone", name(), describe(plan, last));
       if (!task.waits.empty() || !task.carried.empty())
-        plan_error(name() + describe(plan, last) + ", and waits behind it for an event that nobody looks at there");
+        plan_error("{}{}, and waits behind it for an event that nobody looks at there", name(), describe(plan, last));
       if (!head.signals.empty())
-        plan_error(name() + describe(plan, last) + ", which signals an event that nobody bumps there");
+        plan_error("{}{}, which signals an event that nobody bumps there", name(), describe(plan, last));
     }
   }
 }

@@ -7,18 +7,12 @@
 
 #include "compiler/graph/box.hpp"
 #include "compiler/schedule/prefetch.hpp"
+#include "compiler/verify/plan_error.hpp"
 #include "compiler/verify/validator.hpp"
-#include "util/error.hpp"
 
 namespace ark::compiler {
 
 namespace {
-
-using std::to_string;
-
-[[noreturn]] void loads_error(const std::string& what) {
-  throw Error(ErrorKind::invalid_argument, what);
-}
 
 // The loads [first, last) of a queue that belong to one task and one value.
 struct LoadRun {
@@ -28,7 +22,7 @@ struct LoadRun {
 
 std::string name_of_load(const Plan& plan, int worker, size_t index) {
   const Load& load = plan.queues[worker].loads[index];
-  std::string text = "load " + to_string(index) + " of worker " + to_string(worker);
+  std::string text = formatted("load {} of worker {}", index, worker);
   if (load.task >= 0 && load.task < static_cast<int>(plan.tasks.size())) text += " for " + describe(plan, load.task);
   return text;
 }
@@ -38,12 +32,12 @@ void check_load_run(const Plan& plan, int worker, const LoadRun& run) {
   const auto name = [&](size_t index) { return name_of_load(plan, worker, index); };
   if (run.value < 0 || run.value >= static_cast<int>(plan.graph.values().size()) ||
       plan.graph.values()[run.value].is_literal()) {
-    loads_error(name(run.first) + " is of value " + to_string(run.value) + ", which is in no buffer");
+    plan_error("{} is of value {}, which is in no buffer", name(run.first), run.value);
   }
   const Buffer& buffer = plan.graph.buffer_of(run.value);
   if (!buffer.parameter || buffer.mutated || buffer.kind != Buffer::Kind::input) {
-    loads_error(name(run.first) + " is of value " + to_string(run.value) +
-                ", which is no parameter: only what never changes may be loaded ahead");
+    plan_error("{} is of value {}, which is no parameter: only what never changes may be loaded ahead", name(run.first),
+               run.value);
   }
   const Task& task = plan.tasks[loads[run.first].task];
   const Stage& stage = plan.stages[task.stage];
@@ -52,8 +46,8 @@ void check_load_run(const Plan& plan, int worker, const LoadRun& run) {
   for (size_t index = run.first; index < run.last; ++index) {
     const Load& load = loads[index];
     if (load.rows < 1 || load.bytes < 1 || load.rows * load.bytes > plan.target.page_bytes) {
-      loads_error(name(index) + " has " + to_string(load.rows) + " x " + to_string(load.bytes) +
-                  " bytes: a page of the ring holds " + to_string(plan.target.page_bytes));
+      plan_error("{} has {} x {} bytes: a page of the ring holds {}", name(index), load.rows, load.bytes,
+                 plan.target.page_bytes);
     }
     Box piece{load.offset, load.bytes, 0, true, {}};
     if (load.rows > 1) {
@@ -61,16 +55,16 @@ void check_load_run(const Plan& plan, int worker, const LoadRun& run) {
       piece.dimensions[0] = {load.stride, load.rows};
     }
     if (!covers(box, piece)) {
-      loads_error(name(index) + " is of bytes that the task does not read");
+      plan_error("{} is of bytes that the task does not read", name(index));
     }
     if (index > run.first && load.offset <= loads[index - 1].offset) {
-      loads_error(name(index) + " comes behind one of a later part: pages of a value come in order, each once");
+      plan_error("{} comes behind one of a later part: pages of a value come in order, each once", name(index));
     }
     bytes += load.rows * load.bytes;
   }
   if (bytes != box.bytes()) {
-    loads_error(name(run.first) + " and those behind bring " + to_string(bytes) + " bytes of value " +
-                to_string(run.value) + ": not what the task reads");
+    plan_error("{} and those behind bring {} bytes of value {}: not what the task reads", name(run.first), bytes,
+               run.value);
   }
 }
 
@@ -79,8 +73,8 @@ void check_loads_of_task(const Plan& plan, int worker, int index, const std::vec
   const Task& task = plan.tasks[index];
   const Stage& stage = plan.stages[task.stage];
   if (static_cast<int>(runs.size()) > plan.target.pages) {
-    loads_error(describe(plan, index) + " reads " + to_string(runs.size()) +
-                " parameters side by side, more than the ring has pages (" + to_string(plan.target.pages) + ")");
+    plan_error("{} reads {} parameters side by side, more than the ring has pages ({})", describe(plan, index),
+               runs.size(), plan.target.pages);
   }
   for (const LoadRun& run : runs) check_load_run(plan, worker, run);
   for (const Access& access : stage.accesses) {
@@ -93,8 +87,8 @@ void check_loads_of_task(const Plan& plan, int worker, int index, const std::vec
       return covers(loaded_box(plan.graph, stage, task, run.value), box);
     });
     if (!there && !box.empty()) {
-      loads_error(describe(plan, index) + " reads parameter value " + to_string(access.value) +
-                  ", which its worker's loader does not bring");
+      plan_error("{} reads parameter value {}, which its worker's loader does not bring", describe(plan, index),
+                 access.value);
     }
   }
 }
@@ -103,8 +97,7 @@ void check_loads_of_task(const Plan& plan, int worker, int index, const std::vec
 void check_prefetches(const Plan& plan) {
   if (plan.prefetches.empty()) return;
   if (plan.prefetches.size() != plan.queues.size())
-    loads_error("there are prefetches for " + to_string(plan.prefetches.size()) + " of " +
-                to_string(plan.queues.size()) + " queues");
+    plan_error("there are prefetches for {} of {} queues", plan.prefetches.size(), plan.queues.size());
   const auto what = [](const Load& load) {
     return std::tie(load.value, load.offset, load.bytes, load.rows, load.stride);
   };
@@ -117,8 +110,8 @@ void check_prefetches(const Plan& plan) {
     for (const Load& load : plan.prefetches[worker]) {
       next = std::find_if(next, loads.end(), [&](const Load& one) { return same(one, load); });
       if (next == loads.end())
-        loads_error("the load of " + to_string(load.bytes) + " bytes of value " + to_string(load.value) +
-                    " that worker " + to_string(worker) + " asks for ahead is not the next that its tasks read");
+        plan_error("the load of {} bytes of value {} that worker {} asks for ahead is not the next that its tasks read",
+                   load.bytes, load.value, worker);
       ++next;
       asked.push_back(load);
     }
@@ -127,8 +120,8 @@ void check_prefetches(const Plan& plan) {
   std::sort(asked.begin(), asked.end(), less);
   for (const Load& load : read)
     if (!std::binary_search(asked.begin(), asked.end(), load, less))
-      loads_error(describe(plan, load.task) + " reads " + to_string(load.bytes) + " bytes of value " +
-                  to_string(load.value) + ", which no worker asks for ahead");
+      plan_error("{} reads {} bytes of value {}, which no worker asks for ahead", describe(plan, load.task), load.bytes,
+                 load.value);
 }
 
 }  // namespace
@@ -148,7 +141,7 @@ void check_loads(const Plan& plan) {
       check_loads_of_task(plan, worker, index, runs);
     }
     if (next < queue.loads.size()) {
-      loads_error(name_of_load(plan, worker, next) + " is not in the order of that worker's queue");
+      plan_error("{} is not in the order of that worker's queue", name_of_load(plan, worker, next));
     }
   }
   check_prefetches(plan);

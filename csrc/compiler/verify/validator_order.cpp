@@ -13,18 +13,12 @@
 #include "compiler/graph/box.hpp"
 #include "compiler/schedule/box_history.hpp"
 #include "compiler/schedule/memory_planner.hpp"
+#include "compiler/verify/plan_error.hpp"
 #include "compiler/verify/validator.hpp"
-#include "util/error.hpp"
 
 namespace ark::compiler {
 
 namespace {
-
-using std::to_string;
-
-[[noreturn]] void order_error(const std::string& what) {
-  throw Error(ErrorKind::invalid_argument, what);
-}
 
 // What the checkers of order share.
 struct Ordered {
@@ -35,7 +29,7 @@ struct Ordered {
   }
   int buffer_of(const Access& access) const { return plan_.graph.values()[access.value].buffer; }
   std::string place_of(const Access& access) const {
-    return "value " + to_string(access.value) + " in buffer " + to_string(buffer_of(access));
+    return formatted("value {} in buffer {}", access.value, buffer_of(access));
   }
 
   const Plan& plan_;
@@ -64,9 +58,9 @@ class OrderChecker : private Ordered {
   }
   void need_order(int first, int second, const Access& access, bool wrote) const {
     if (order_.before(first, second) || polls(first, second, access)) return;
-    order_error(describe(plan_, second) + (access.write ? " writes " : " reads ") + place_of(access) + ", which " +
-                describe(plan_, first) + (wrote ? " writes" : " reads") +
-                ": nothing makes it wait until that has ended");
+    plan_error("{}{}{}, which {}{}: nothing makes it wait until that has ended", describe(plan_, second),
+               access.write ? " writes " : " reads ", place_of(access), describe(plan_, first),
+               wrote ? " writes" : " reads");
   }
   void check_conflicts();
   void check_side_by_side(int stage) const;
@@ -159,9 +153,8 @@ void OrderChecker::check_side_by_side(int index) const {
         const Box mine = box_of(plan_.graph, stage, write, plan_.tasks[task].begin, plan_.tasks[task].end);
         for (size_t beside = 0; beside < tasks.size(); ++beside) {
           if (tasks[beside] == task || !overlap(mine, boxes[beside])) continue;
-          order_error(describe(plan_, task) + " writes " + place_of(write) + " where " +
-                      describe(plan_, tasks[beside]) + " of the same stage touches value " + to_string(other.value) +
-                      ": they may run side by side");
+          plan_error("{} writes {} where {} of the same stage touches value {}: they may run side by side",
+                     describe(plan_, task), place_of(write), describe(plan_, tasks[beside]), other.value);
         }
       }
     }
@@ -207,9 +200,8 @@ void OrderChecker::check_defined() const {
       }
       if (missing > 0) {
         const std::string who =
-            tasks_of_[index].empty() ? "stage " + to_string(index) : describe(plan_, tasks_of_[index][0]);
-        order_error(who + " reads " + place_of(access) + ", of which " + to_string(missing) +
-                    " bytes were not written before");
+            tasks_of_[index].empty() ? formatted("stage {}", index) : describe(plan_, tasks_of_[index][0]);
+        plan_error("{} reads {}, of which {} bytes were not written before", who, place_of(access), missing);
       }
     }
     for (const Access& access : stage.accesses) {
@@ -250,16 +242,16 @@ void MemoryChecker::check_own() const {
         if (!own(buffer)) continue;
         const auto [found, fresh] = last.try_emplace(buffer, index);
         if (!fresh && plan_.tasks[found->second].stage > task.stage) {
-          order_error(describe(plan_, index) + " touches " + place_of(access) + " behind " +
-                      describe(plan_, found->second) + ", against program order");
+          plan_error("{} touches {} behind {}, against program order", describe(plan_, index), place_of(access),
+                     describe(plan_, found->second));
         }
         found->second = index;
         if (access.write) continue;
         const Box box = box_of(plan_.graph.values()[access.value]);
         for (const auto& [stage, wrote] : writers[buffer]) {
           if (stage < task.stage && !on[stage][task.worker] && overlap(wrote, box)) {
-            order_error(describe(plan_, index) + " reads " + place_of(access) +
-                        " from its worker's own copy, which no replica of stage " + to_string(stage) + " wrote there");
+            plan_error("{} reads {} from its worker's own copy, which no replica of stage {} wrote there",
+                       describe(plan_, index), place_of(access), stage);
           }
         }
       }
@@ -329,14 +321,15 @@ void MemoryChecker::check_reuse() const {
       if (own(a.buffer) != own(b.buffer)) continue;
       if (plan_.placements[a.buffer].packets || plan_.placements[b.buffer].packets) {
         const int toucher = *std::find_if(a.first.begin(), a.first.end(), [](int task) { return task >= 0; });
-        order_error(describe(plan_, toucher) + " touches buffer " + to_string(a.buffer) +
-                    ", which shares bytes with buffer " + to_string(b.buffer) + " at " + to_string(offset(b)) +
-                    " of the arena: one holds packets, which share with nobody");
+        plan_error(
+            "{} touches buffer {}, which shares bytes with buffer {} at {} of the arena: one holds packets, which "
+            "share with nobody",
+            describe(plan_, toucher), a.buffer, b.buffer, offset(b));
       }
       const auto [first, second] = unordered(a, b, own(a.buffer));
       if (first < 0 || unordered(b, a, own(a.buffer)).first < 0) continue;
-      order_error(describe(plan_, second) + " uses buffer " + to_string(b.buffer) + " at " + to_string(offset(b)) +
-                  " of the arena, where " + describe(plan_, first) + " may still use buffer " + to_string(a.buffer));
+      plan_error("{} uses buffer {} at {} of the arena, where {} may still use buffer {}", describe(plan_, second),
+                 b.buffer, offset(b), describe(plan_, first), a.buffer);
     }
   }
 }
@@ -352,8 +345,8 @@ void check_counters(const Plan& plan, const Order& order) {
     for (const int next : signallers[event]) {
       for (const int before : signallers[event]) {
         if (order.before(before, next, 0, 1)) continue;
-        order_error(describe(plan, next) + " may signal event " + to_string(event) + " for the next step before " +
-                    describe(plan, before) + " has for this one");
+        plan_error("{} may signal event {} for the next step before {} has for this one", describe(plan, next), event,
+                   describe(plan, before));
       }
     }
   }
@@ -387,10 +380,10 @@ void check_steps(const Plan& plan) {
           const Box box = box_of(plan.graph, plan.stages[stage], access, plan.tasks[task].begin, plan.tasks[task].end);
           history.conflicts(buffer, box, access.write, [&](const BoxHistory::Record& record, int before) {
             if (record.step == 1 || order.before(before, task, 0, 1)) return;
-            order_error(describe(plan, task) + (access.write ? " writes" : " reads") + " value " +
-                        to_string(access.value) + " in buffer " + to_string(buffer) +
-                        " in the next step while in this one " + describe(plan, before) +
-                        " may still touch the same bytes");
+            plan_error(
+                "{}{} value {} in buffer {} in the next step while in this one {} may still touch the same bytes",
+                describe(plan, task), access.write ? " writes" : " reads", access.value, buffer,
+                describe(plan, before));
           });
         }
       }

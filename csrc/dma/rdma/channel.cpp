@@ -1,3 +1,5 @@
+// Implements credits, batching and completion of an RDMA connection (channel.hpp). Callers queue requests under one
+// lock and post as many as the credits allow. The engine's thread handles completions and posts the rest.
 #include "dma/rdma/channel.hpp"
 
 #include <arpa/inet.h>

@@ -1,3 +1,5 @@
+// Queries devices, ports and GIDs through libibverbs and picks the first usable port. Every port that is passed over
+// leaves a reason, so that the error and `ark doctor` can say what to change.
 #include "dma/rdma/device.hpp"
 
 #include <arpa/inet.h>

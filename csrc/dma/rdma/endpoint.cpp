@@ -1,3 +1,5 @@
+// Encodes and checks the RDMA records, and decides from all offers whether the group uses RDMA. The decision depends
+// only on the offers, so every rank reaches the same one without further communication.
 #include "dma/rdma/endpoint.hpp"
 
 #include <algorithm>

@@ -1,3 +1,5 @@
+// Runs the engine's thread and shares one engine per set of options. Completion queues map to their sinks under one
+// lock, so after silence() no callback of that queue can run.
 #include "dma/rdma/engine.hpp"
 
 #include <fcntl.h>

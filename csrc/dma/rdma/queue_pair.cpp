@@ -1,3 +1,5 @@
+// Creates a queue pair and moves it through its states with the attributes that each transition needs. The first packet
+// number is random, as usual for reliable connections, so that late packets of an earlier one are not accepted.
 #include "dma/rdma/queue_pair.hpp"
 
 #include <cerrno>

@@ -1,3 +1,5 @@
+// Finds, creates and evicts memory regions. Registering is slow, so a region that contains the requested range is
+// reused. If the NIC refuses a new one, idle regions are dropped, oldest first, before that becomes an error.
 #include "dma/rdma/registration.hpp"
 
 #include <sys/resource.h>

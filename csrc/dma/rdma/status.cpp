@@ -1,3 +1,5 @@
+// The texts and remedies of work completion statuses. Statuses that only a bug can cause ask for a report; those of
+// links and peers name what the user can check or change.
 #include "dma/rdma/status.hpp"
 
 #include <cmath>

@@ -1,3 +1,5 @@
+// Opens libibverbs and looks up its functions. A missing library or function gives a text, not an error, because RDMA
+// is optional. Functions that only newer versions have are optional, too.
 #include "dma/rdma/verbs.hpp"
 
 namespace ark::rdma {

@@ -1,3 +1,5 @@
+// Forwards messages to a PyTorch backend as byte tensors over the caller's memory, because a backend such as Gloo
+// supports fewer dtypes than ark.
 #include "process_group/carriers/backend_carrier.hpp"
 
 namespace ark {

@@ -1,3 +1,6 @@
+// Starts and awaits the messages of a collective. A wait that fails or times out first looks for the cause: another
+// rank's note of the failure, or a node without heartbeats. The error then names that cause instead of a closed
+// connection.
 #include "process_group/carriers/carried_messages.hpp"
 
 #include <algorithm>

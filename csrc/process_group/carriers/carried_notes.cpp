@@ -1,3 +1,5 @@
+// Sends and receives notes of failures. One receive from any rank is always posted; the listening thread handles a note
+// and posts the next receive. Only the first note counts, the others just show that their senders know.
 #include "process_group/carriers/carried_notes.hpp"
 
 #include <algorithm>

@@ -1,3 +1,5 @@
+// Adapts RDMA messages to the carrier interface, and runs the agreement: gather all offers through the store, decide,
+// exchange trial messages with the data peers, and gather the outcomes.
 #include "process_group/carriers/rdma_carrier.hpp"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-"""What all clients train: a small network on the same random samples, and how they tell what came out."""
+"""The training of all clients: a small network on the same random samples, and how they print the result."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ class Samples(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
 
 def tell(model: nn.Module) -> None:
-    """A line that begins a new one whatever the other rank is writing."""
+    """Starts a new line, whatever the other rank is printing."""
     norm = sum(p.detach().double().square().sum().item() for p in model.parameters())
     print(f"\nrank {dist.get_rank()} over {dist.get_backend()}: {norm:.9f}\n", end="", flush=True)

@@ -1,4 +1,4 @@
-"""Accelerate takes the process group that is there."""
+"""Accelerate uses the existing process group."""
 
 import sys
 

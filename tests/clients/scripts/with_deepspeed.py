@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-2 takes the process group that is there."""
+"""DeepSpeed's ZeRO-2 uses the existing process group."""
 
 import sys
 

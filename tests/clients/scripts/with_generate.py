@@ -12,7 +12,7 @@ ids = torch.randint(1, 100, (1, 5))
 settings = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False, "cache_implementation": "static"}
 expected = model.generate(ids, **settings, disable_compile=True)
 compiling = CompileConfig(backend="ark", fullgraph=False, dynamic=False, mode=None, options={"choose": "ark"})
-compiling._compile_all_devices = True  # without it generate() compiles on GPUs alone
+compiling._compile_all_devices = True  # otherwise generate() compiles only on GPUs
 activities = [torch.profiler.ProfilerActivity.CPU]
 with torch.profiler.profile(activities=activities) as profile:
     got = model.generate(ids, **settings, compile_config=compiling)

@@ -1,4 +1,4 @@
-"""Lightning's DDPStrategy makes the process group by the name that it is given."""
+"""Lightning's DDPStrategy creates the process group by the given backend name."""
 
 import sys
 

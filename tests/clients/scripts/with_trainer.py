@@ -1,4 +1,4 @@
-"""Transformers' Trainer takes the process group that is there."""
+"""Transformers' Trainer uses the existing process group."""
 
 import sys
 

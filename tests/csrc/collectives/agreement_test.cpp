@@ -1,4 +1,4 @@
-// What ranks that disagree are told: which rank the error is of, which one it blames, and what both called.
+// Checks the error that disagreeing ranks get: whose error it is, which rank it blames, and what both called.
 #include "collectives/agreement.hpp"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// Parts of ranks: every bucket once, in order, whole, and in parts of about as many bytes.
+// Splits elements into parts for ranks: every bucket appears once, whole and in order, and parts have similar sizes.
 #include "collectives/compressed/layout.hpp"
 
 #include <gtest/gtest.h>
@@ -16,7 +16,7 @@ uint64_t elements_of(const std::vector<Segment>& segments) {
   return sum;
 }
 
-// Buckets of all parts, checked one by one; gives the largest record.
+// Checks the buckets of all parts one by one. Returns the largest record.
 uint64_t check(const std::vector<Part>& parts, uint64_t elements, uint32_t element_bytes) {
   uint64_t element = 0, number = 0, most = 0;
   for (const Part& part : parts) {
@@ -34,7 +34,7 @@ uint64_t check(const std::vector<Part>& parts, uint64_t elements, uint32_t eleme
     });
     EXPECT_EQ(part.bytes, at);
     EXPECT_EQ(part.buckets, seen);
-    // Any range of a part's buckets is what the whole has there.
+    // Any range of a part's buckets equals that range of the whole.
     for (uint64_t from = 0; from < std::min<uint64_t>(part.buckets, 5); ++from) {
       uint64_t count = 0;
       for_buckets(part, element_bytes, from, std::min(part.buckets, from + 3), [&](const Bucket&) { ++count; });

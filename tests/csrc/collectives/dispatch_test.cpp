@@ -1,4 +1,4 @@
-// The dispatch table: every collective has a choice at every size, bad tables are refused by rule.
+// Tests the dispatch table: every collective has a choice at every size, and bad tables are refused, rule by rule.
 #include "collectives/dispatch.hpp"
 
 #include <gtest/gtest.h>
@@ -18,7 +18,7 @@ TEST(Dispatch, DefaultsCoverEverything) {
           EXPECT_GE(choice.chunk_bytes, 64u);
           EXPECT_LE(choice.chunk_bytes, kMaxChunkBytes);
           const bool reduces = static_cast<Kind>(kind) == Kind::all_reduce || static_cast<Kind>(kind) == Kind::reduce;
-          // Every reader reads every input: with more than two ranks that is for small tensors alone.
+          // Every reader reads every input, so with more than two ranks this is only for small tensors.
           if (reduces && ranks > 2 && bytes > 64 * 1024) {
             EXPECT_EQ(choice.algorithm, Algorithm::two_shot);
           }
@@ -35,7 +35,7 @@ TEST(Dispatch, TheFirstMatchingRuleDecides) {
   EXPECT_EQ(table.choose(Kind::all_reduce, 1024, 4, 4).algorithm, Algorithm::one_shot);
   EXPECT_EQ(table.choose(Kind::all_reduce, 1025, 4, 4).chunk_bytes, 192u);
   EXPECT_EQ(table.choose(Kind::all_reduce, 1000, 4, 3).chunk_bytes, 128u);
-  EXPECT_EQ(table.choose(Kind::all_reduce, 5000, 4, 3).algorithm, Algorithm::two_shot);  // no rule: a safe choice
+  EXPECT_EQ(table.choose(Kind::all_reduce, 5000, 4, 3).algorithm, Algorithm::two_shot);  // no rule: a safe default
 }
 
 TEST(Dispatch, BadRulesAreRefusedByNumber) {

@@ -1,4 +1,4 @@
-// What rank says of another node, and what that costs the store.
+// Tests what a rank reports about another node's heartbeat, and how many store accesses that costs.
 #include "collectives/node_beats.hpp"
 
 #include <gtest/gtest.h>
@@ -14,7 +14,7 @@ namespace {
 
 using Milliseconds = NodeBeats::Milliseconds;
 
-// Shared by all nodes; it counts, and can be made to fail or to answer never.
+// A store shared by all nodes. It counts writes, and can be told to fail or to block.
 class BeatStore : public KeyValueStore {
  public:
   enum class Mood { well, gone, silent };
@@ -88,10 +88,10 @@ TEST(NodeBeats, OneRankOfANodeWritesAndNobodyReads) {
   for (const char* key : {"beat/0", "beat/1", "beat/2"}) EXPECT_TRUE(store->wait_for_writes(key, 3)) << key;
   all.clear();
   const auto writes = store->writes();
-  EXPECT_EQ(writes.size(), 3u);  // one key a node, whatever its ranks
+  EXPECT_EQ(writes.size(), 3u);  // one key per node, however many ranks it has
   EXPECT_EQ(store->reads(), 0);
   std::this_thread::sleep_for(Milliseconds(30));
-  EXPECT_EQ(store->writes(), writes);  // none once they have gone
+  EXPECT_EQ(store->writes(), writes);  // no more writes after they left
 }
 
 TEST(NodeBeats, ANodeThatBeatsIsNotSilent) {
@@ -116,12 +116,12 @@ TEST(NodeBeats, ANodeThatStopsIsNamedWithItsRanks) {
   EXPECT_EQ(told,
             "node 1 (ranks 2, 3 and 4) has not been heard of for 1 s: its machine is down, stopped or cut off, or its "
             "processes are");
-  const auto never = own->read();  // its first rank never came so far
+  const auto never = own->read();  // its first rank never started
   EXPECT_FALSE(never.lived[0]);
   EXPECT_NE(own->silence(1, never, never), "");
 }
 
-// Who waits for a rank that waits for a node that is gone names that node.
+// A rank waits for a rank that waits for a lost node. The error names that node.
 TEST(NodeBeats, AnotherNodeThatIsSilentIsNamed) {
   const auto store = std::make_shared<BeatStore>();
   const auto own = beats_of(store, 5), waited_for = beats_of(store, 0);
@@ -147,22 +147,22 @@ TEST(NodeBeats, AStoreThatHasGoneIsSaid) {
             "node 2 (rank 5) is silent, and the rendezvous store cannot tell whether it lives (the store has gone)");
 }
 
-// Neither who asks nor who leaves is held up by it.
+// A blocked store delays neither a query nor leaving.
 TEST(NodeBeats, AStoreThatNeverAnswersHoldsNobodyUp) {
   const auto store = std::make_shared<BeatStore>();
   auto own = beats_of(store, 2);
   ASSERT_TRUE(store->wait_for_writes("beat/1", 1));
   store->become(BeatStore::Mood::silent);
-  ASSERT_TRUE(store->wait_for_writes("beat/1", 1));  // its thread is in the store
+  ASSERT_TRUE(store->wait_for_writes("beat/1", 1));  // its thread is inside the store
   EXPECT_EQ(own->read().trouble, "no answer in 2000 ms");
   own.reset();
   const int writes = store->writes()["beat/1"];
   store->become(BeatStore::Mood::well);
   std::this_thread::sleep_for(Milliseconds(50));
-  EXPECT_EQ(store->writes()["beat/1"], writes);  // the thread that was left behind ended
+  EXPECT_EQ(store->writes()["beat/1"], writes);  // the abandoned thread has ended
 }
 
-// Bytes of something else are no beat.
+// Bytes that are no heartbeat are an error.
 TEST(NodeBeats, WhatIsNoBeatIsTrouble) {
   const auto store = std::make_shared<BeatStore>();
   store->set("beat/1", {1, 2, 3});

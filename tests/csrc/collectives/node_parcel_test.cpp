@@ -1,4 +1,4 @@
-// Where the blocks of a parcel are.
+// Tests where the blocks of a parcel are.
 #include "collectives/node_parcel.hpp"
 
 #include <gtest/gtest.h>

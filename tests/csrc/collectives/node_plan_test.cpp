@@ -1,4 +1,4 @@
-// Who exchanges with whom in groups over several nodes, and how parts are cut.
+// Tests which ranks exchange data in groups over several nodes, and how parts are cut.
 #include "collectives/node_plan.hpp"
 
 #include <gtest/gtest.h>
@@ -54,7 +54,7 @@ TEST(NodePlan, SmallBlocksGoTogetherInNodesOfThreeRanksAndMore) {
     for (int rank = 0; rank < static_cast<int>(nodes.size()); ++rank) {
       const NodePlan plan(nodes, rank);
       EXPECT_EQ(plan.parcel_limit(), plan.most_in_node() < 3 ? 0u : 16384u);
-      // What comes to a rank for its node fits into a round.
+      // What a rank receives for its node fits in one round.
       EXPECT_LE(plan.targets().size() * plan.own().size() * plan.parcel_limit(), 1u << 20);
     }
   }
@@ -75,7 +75,7 @@ TEST(NodePlan, BlocksOfRootsGoTogetherWhereThatIsFaster) {
   EXPECT_TRUE(eight.scatters_parcels());
 }
 
-// Every rank hears once from every other node, from whoever says that it stands for that rank; both know.
+// Every rank receives once from every other node, from the rank that stands in for it there. Both sides agree on this.
 TEST(NodePlan, RanksAgreeOnWhoStandsForWhom) {
   for (const auto& nodes : kPlacements) {
     const int size = static_cast<int>(nodes.size());

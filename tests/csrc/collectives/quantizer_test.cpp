@@ -1,5 +1,5 @@
-// The vector kernels of quantisation against protocol/quantize.hpp, element by element and to the bit, for every
-// instruction set that this CPU has; what quantisation promises (errors, expectation, NaN); Philox's known answers.
+// Compares the vector kernels of quantisation with protocol/quantize.hpp bit for bit, for every instruction set of this
+// CPU. Also tests the guarantees (errors, expectation, NaN) and Philox's known answers.
 #include "collectives/compressed/quantizer.hpp"
 
 #include <gtest/gtest.h>
@@ -33,7 +33,7 @@ std::vector<const char*> sets() {
     try {
       force_reduce_isa(isa);
       all.push_back(isa);
-    } catch (const Error&) {  // not on this CPU
+    } catch (const Error&) {  // not available on this CPU
     }
   }
   force_reduce_isa(nullptr);
@@ -67,7 +67,7 @@ struct Coded {
   std::vector<float> values;
 };
 
-// One element after the other.
+// Encodes one element after the other.
 Coded reference(const std::vector<float>& x, uint32_t bits, const Rule& rule, uint32_t number) {
   const Scale scale = scale_of(x, rule.format, bits);
   Coded coded{std::vector<unsigned char>(quantize::record_bytes(x.size(), bits, 4)), std::vector<float>(x.size())};
@@ -119,7 +119,7 @@ void for_every_rule(Body&& body) {
         body(Rule{format, rounding, Stage::owner, 3, 0x123456789abcdefu}, bits);
 }
 
-TEST(Philox, KnownAnswers) {  // of Random123, kat_vectors
+TEST(Philox, KnownAnswers) {  // from Random123's kat_vectors
   const auto same = [](const quantize::Random& random, std::vector<uint32_t> words) {
     return std::equal(words.begin(), words.end(), random.word);
   };
@@ -220,13 +220,13 @@ TEST(Quantizer, RoundingByChanceIsUnbiasedAndWithinAStep) {
       const auto record = encoded(DType::f32, x.data(), 128, bits, rule, 0);
       const std::vector<float> back = decoded(record, 128, bits, format);
       const Scale scale = scale_of(x, format, bits);
-      step = format == Format::uniform ? scale.step : scale.base * 32;  // the widest
+      step = format == Format::uniform ? scale.step : scale.base * 32;  // the largest step
       for (size_t i = 0; i < x.size(); ++i) {
         ASSERT_LE(std::fabs(back[i] - x[i]), step * 1.0001);
         mean[i] += back[i] / static_cast<double>(kDraws);
       }
     }
-    // A draw's deviation is at most half a step, its mean's 1 / sqrt(4000) of that; six of those.
+    // A draw deviates by at most half a step, and the mean by 1 / sqrt(4000) of that. The bound is six deviations.
     for (size_t i = 0; i < x.size(); ++i) EXPECT_NEAR(mean[i], x[i], 6 * 0.5 * step / std::sqrt(kDraws)) << bits;
   }
 }
@@ -247,7 +247,7 @@ TEST(Quantizer, ANanOrAnInfinityMakesTheBucketNanAndOwesNothing) {
         }
       }
     });
-    std::vector<float> far = {3e38f, -3e38f};  // a range that no float32 holds: told, not clipped
+    std::vector<float> far = {3e38f, -3e38f};  // the range overflows float32: reported, not clipped
     const Rule rule{Format::uniform, Rounding::nearest, Stage::first, 0, 0};
     for (const float back : decoded(encoded(DType::f32, far.data(), 2, 4, rule, 0), 2, 4, Format::uniform))
       ASSERT_TRUE(std::isnan(back));
@@ -264,7 +264,7 @@ TEST(Quantizer, ConstantsZerosAndTheSmallestNumbersComeBack) {
         for (const float back : decoded(encoded(DType::f32, x.data(), 100, bits, rule, 0), 100, bits, Format::uniform))
           ASSERT_EQ(back, value) << isa;
       }
-    // Smaller than the smallest step: within half of that step.
+    // Values below the smallest step are within half of that step.
     std::vector<float> tiny(64);
     for (size_t i = 0; i < tiny.size(); ++i) tiny[i] = static_cast<float>(i) * 1e-40f;
     const std::vector<float> back = decoded(encoded(DType::f32, tiny.data(), 64, 8, rule, 0), 64, 8, Format::uniform);
@@ -287,7 +287,7 @@ TEST(Quantizer, ExactBucketsStayAsTheyAre) {
         EXPECT_EQ(back, x) << isa;
         for (const float owed : residual) EXPECT_EQ(owed, 0.0f);
       }
-      // What bfloat16 has no room for is owed.
+      // What bfloat16 cannot represent goes to the error feedback.
       std::vector<float> owed(numel, 1e-3f);
       const auto record = encoded(DType::bf16, x.data(), numel, 0, rule, 0, Feedback::replaced, owed.data());
       std::vector<float> sent(numel), had(numel);

@@ -1,5 +1,5 @@
-// Our declarations of the driver's ABI against the real cuda.h. Built only where CMake finds that header; the checks
-// are made while compiling. The header may be of any CUDA from 12.4 on: none of this has ever changed.
+// Compares our declarations of the driver's ABI with the real cuda.h, at compile time. CMake builds it only if it finds
+// that header, of CUDA 12.4 or newer: none of this has changed since.
 #include "cuda/cuda_types.hpp"
 #include "cuda/driver.hpp"
 
@@ -233,7 +233,7 @@ static_assert(ark::kHostRegisterDeviceMap == CU_MEMHOSTREGISTER_DEVICEMAP);
 static_assert(ark::kHostRegisterIoMemory == CU_MEMHOSTREGISTER_IOMEMORY);
 static_assert(ark::kHostRegisterReadOnly == CU_MEMHOSTREGISTER_READ_ONLY);
 
-// The parameters of every function, each as wide and of the same kind as in the header.
+// The parameters of every function have the same size and kind as in the header.
 template <class A, class B>
 constexpr bool kSamePassing =
     sizeof(A) == sizeof(B) && std::is_pointer_v<A> == std::is_pointer_v<B>&& std::is_floating_point_v<A> ==
@@ -250,11 +250,11 @@ requires(sizeof...(A) == sizeof...(B)) struct SameCall<ark::CUresult (*)(A...), 
   static_assert(SameCall<decltype(ark::Driver::member), decltype(&::symbol)>::value, #symbol);
 ARK_CUDA_FUNCTIONS(SAME_CALL)
 
-// A plain name in our list that cuda.h maps to a version (cuMemAlloc to cuMemAlloc_v2) would be another function.
+// If cuda.h maps a plain name in our list to a version (cuMemAlloc to cuMemAlloc_v2), ours would be another function.
 TEST(CudaTypes, SymbolsAreThoseThatTheHeaderMapsTo) {
 #define TEXT_OF(expanded) #expanded
 #define EXPANDED(symbol) TEXT_OF(symbol)
-  // (CUDA 12.8 mapped cuEventElapsedTime to a version that older drivers lack; both do what we need.)
+  // CUDA 12.8 mapped cuEventElapsedTime to a version that older drivers lack. Both do what we need.
 #define SAME_SYMBOL(member, symbol, parameters)       \
   if (std::string(#symbol) != "cuEventElapsedTime") { \
     EXPECT_STREQ(EXPANDED(symbol), #symbol);          \

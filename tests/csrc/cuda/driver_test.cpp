@@ -1,4 +1,4 @@
-// Opening a pretended driver, and what is said when there is none, or one that will not do.
+// Tests loading a pretended driver, and the errors if there is none or it is unsuitable.
 #include "cuda/driver.hpp"
 
 #include <gtest/gtest.h>
@@ -43,7 +43,7 @@ struct PretendedDriver {
   }
 };
 
-// What load_driver throws; empty: nothing.
+// Returns load_driver's error, or an empty string.
 std::string message_of(PretendedDriver driver, int version = 13000, CUresult init = CUDA_SUCCESS) {
   PretendedDriver::version = version;
   PretendedDriver::init = init;
@@ -83,7 +83,7 @@ TEST(LoadDriver, None) {
 TEST(LoadDriver, TooOld) {
   expect_parts(message_of({}, 12030), {"supports CUDA 12.3", "needs 12.4", "Update the driver"});
   PretendedDriver old;
-  old.lacks = "cuFuncLoad";  // an old driver lacks functions: its age is the better thing to say
+  old.lacks = "cuFuncLoad";  // an old driver also lacks functions: its age is the better message
   expect_parts(message_of(old, 11080), {"supports CUDA 11.8", "Update the driver"});
   EXPECT_EQ(message_of({}, 12040), "");
 }
@@ -102,7 +102,7 @@ TEST(LoadDriver, DoesNotStart) {
 }
 
 TEST(Driver, OfThisMachine) {
-  // Either answer is right; both ways to ask must agree.
+  // Either answer is correct, but both queries must agree.
   if (has_driver()) {
     EXPECT_GE(driver().version, kOldestDriver);
     int count = 0;

@@ -1,4 +1,4 @@
-// The words of a channel between threads in the places of two GPUs: what ThreadSanitizer would see if they were wrong.
+// Tests the words of a channel between threads that stand for two GPUs, so that ThreadSanitizer detects wrong ordering.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 namespace ark::protocol {
 namespace {
 
-constexpr uint64_t kWords = 64;  // of a message
+constexpr uint64_t kWords = 64;  // per message
 
 uint64_t word_of(uint64_t message, uint64_t i) {
   return (message + 1) * 0x9e3779b97f4a7c15ull ^ i;
@@ -21,13 +21,13 @@ uint64_t word_of(uint64_t message, uint64_t i) {
 struct Memory {
   explicit Memory(uint64_t slots) : slots(slots), data(slots * kWords) {}
   const uint64_t slots;
-  std::vector<uint64_t> data;  // ordinary words: a race on them is found
+  std::vector<uint64_t> data;  // ordinary words, so that races on them are detected
   alignas(64) uint64_t arrived = 0;
   alignas(64) uint64_t credit = 0;
 };
 
-// A sender of `team` threads and a receiver of as many, as blocks on two GPUs; `exact`: one thread that looks for the
-// credit of each message instead of half a ring at a time.
+// Connects a sender of `team` threads with a receiver of as many, like blocks on two GPUs. `exact`: one thread checks
+// the credit of each message instead of half a ring at a time.
 void exchange(Memory& memory, int team, uint64_t first, uint64_t count, bool exact) {
   std::barrier send_barrier(team), receive_barrier(team);
   std::vector<std::thread> threads;
@@ -74,7 +74,7 @@ TEST(ChannelWords, MessagesArriveWholeOverManyRounds) {
     for (int team : {1, 2}) {
       Memory memory(slots);
       exchange(memory, team, 0, 400, false);
-      exchange(memory, team, 400, 101, false);  // the next launch, somewhere in the ring
+      exchange(memory, team, 400, 101, false);  // the next launch, in the middle of the ring
       exchange(memory, team, 501, 100, true);
     }
   }

@@ -1,4 +1,4 @@
-// Packets between threads: data that tells itself, over slots that are written again and again.
+// Tests packets between threads: data that signals itself, over slots that are rewritten many times.
 #include "protocol/packet.hpp"
 
 #include <gtest/gtest.h>
@@ -40,8 +40,8 @@ TEST(Packets, AnOlderMessageIsNotTakenForTheNext) {
   EXPECT_FALSE(load_unit_packets(slot, 3, low, high, 2)) << "half of it is there";
 }
 
-// On the host the data comes before the epoch by release and acquire. Both words are atomic, so ThreadSanitizer would
-// not miss them: it sees the order by what lies beside.
+// On the host, release and acquire order the data before the epoch. Both words are atomic, so ThreadSanitizer would not
+// report them, but it checks the order by the ordinary word next to them.
 TEST(Packets, AnEpochIsReleasedAndAcquired) {
   for (int round = 0; round < 50; ++round) {
     alignas(16) uint64_t packet[2] = {};
@@ -58,7 +58,7 @@ TEST(Packets, AnEpochIsReleasedAndAcquired) {
   }
 }
 
-// Two threads a side, each with units of its own; the message's size changes, and the ring goes round many times.
+// Two threads per side, each with its own units. The message's size changes, and the ring wraps around many times.
 TEST(Packets, MessagesArriveWholeOverManyRounds) {
   constexpr uint64_t kSlots = 4, kMost = 40, kMessages = 600;
   constexpr int kTeam = 2;

@@ -1,4 +1,4 @@
-// Copies posted ahead, with a thread in the place of the stream: waits for 1, writes 0, copies, writes 1.
+// Tests copies posted ahead, with a thread in place of the stream: it waits for 1, writes 0, copies and writes 1.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -25,7 +25,7 @@ struct Channel {
   std::vector<uint64_t> source = std::vector<uint64_t>(kSlots * kWords), there = source;
   std::atomic<bool> abort{false};
 
-  // The stream of `count` posts; how many ran.
+  // Runs the stream of `count` posts. Returns how many ran.
   uint64_t stream(uint64_t count) {
     for (uint64_t n = 0; n < count; ++n) {
       const uint64_t slot = n % kSlots;
@@ -77,7 +77,7 @@ TEST(PostedCopies, AGraphThatIsReplayedFindsItsFlagsArmed) {
   }
 }
 
-// CopyPoster::release_all(): a flag raised once is not enough, since each wait lowers it.
+// CopyPoster::release_all(): raising a flag once is not enough, since each wait lowers it.
 TEST(PostedCopies, AnAbortReleasesEveryWait) {
   Channel channel;
   constexpr uint64_t kPosts = 5 * kSlots + 1;
@@ -93,7 +93,7 @@ TEST(PostedCopies, AnAbortReleasesEveryWait) {
   stream.join();
 }
 
-// The fake driver, with memory that host and device share, too.
+// The fake driver plus memory shared by host and device.
 const Driver& driver_with_pinned_memory() {
   static const Driver table = [] {
     Driver made = test::fake_driver();

@@ -1,4 +1,4 @@
-// The request ring and its thread, with posters in the places of GPU threads.
+// Tests the request ring and its thread, with host threads in place of GPU threads.
 #include "dma/request_server.hpp"
 
 #include <gtest/gtest.h>
@@ -16,7 +16,7 @@ using protocol::Request;
 using std::chrono::milliseconds;
 using Moment = std::chrono::steady_clock;
 
-// What a kernel does, with its bound.
+// Posts like a kernel, within a time limit.
 bool post_within(protocol::RequestRing& ring, uint64_t& head, const Request& request, uint64_t& known,
                  milliseconds bound = std::chrono::seconds(60)) {
   const uint64_t number = protocol::take_number(head);
@@ -75,7 +75,7 @@ TEST(RequestServer, ServesAllPostersInOrderOverManyLaps) {
   std::vector<uint64_t> last(kPosters);
   uint64_t wrong = 0;
   RequestServer server(ring, [&](const Request& request) {
-    // What the poster wrote before its post is read here without atomics: the copy engine's place.
+    // Reads without atomics, like a copy engine, what the poster wrote before its post.
     there[request.to] = source[request.from];
     wrong += request.bytes != last[request.channel]++;
   });
@@ -98,8 +98,8 @@ TEST(RequestServer, ServesAllPostersInOrderOverManyLaps) {
   for (uint64_t at = 0; at < there.size(); ++at) ASSERT_EQ(there[at], at * at + 1);
 }
 
-// A request may tell of memory that its poster writes anew once the request was served: an ordinary read there comes
-// before the ordinary write here, by what `served` releases.
+// After a request was served, its poster may reuse the memory. An ordinary read there must come before this ordinary
+// write, ordered by the release of `served`.
 TEST(RequestServer, WhatWasServedMayBeWrittenOver) {
   constexpr uint64_t kPosts = 5 * protocol::kRequests;
   protocol::RequestRing ring{};
@@ -139,7 +139,7 @@ TEST(RequestServer, StopsWhilePostersAreStuckAndTheyGiveUp) {
   {
     RequestServer server(ring, [](const Request&) {}, {std::chrono::microseconds(0), std::chrono::microseconds(50)});
     ASSERT_TRUE(post_within(ring, head, {Request::signal, 0, 0, 0, 0}, known));
-    std::this_thread::sleep_for(milliseconds(5));  // it naps meanwhile
+    std::this_thread::sleep_for(milliseconds(5));  // the server sleeps meanwhile
     server.stop();
     server.stop();
     EXPECT_LE(server.served(), 1u);

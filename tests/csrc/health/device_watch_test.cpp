@@ -1,4 +1,4 @@
-// The watch between host and device, with the host's side of the device's words.
+// Tests the watch between host and device, with the host writing the device's words.
 #include "health/device_watch.hpp"
 
 #include <gtest/gtest.h>
@@ -17,7 +17,7 @@ using std::chrono::milliseconds;
 
 class DeviceWatchTest : public testing::Test {
  protected:
-  // Rank 0 of `size`; ends[r] is rank r's end of the socket between them.
+  // Rank 0 of `size`. ends[r] is rank r's end of the socket between them.
   void make(int size) {
     blocks = std::make_unique<ControlBlock[]>(size);
     std::vector<ControlBlock*> control;
@@ -88,7 +88,7 @@ TEST_F(DeviceWatchTest, AKernelThatGaveUpFailsTheGroup) {
   protocol::store_release(status.gave_up, uint32_t{1});
   const std::string text = failure();
   EXPECT_NE(text.find("waited for rank 1"), std::string::npos) << text;
-  EXPECT_EQ(blocks[0].abort_state, kAbortSet);  // the peers hear of it
+  EXPECT_EQ(blocks[0].abort_state, kAbortSet);  // this tells the peers
   EXPECT_EQ(noted, 1);
   watch.reset();
   EXPECT_EQ(said, 1);
@@ -111,7 +111,7 @@ TEST_F(DeviceWatchTest, CopyEnginesThatAreStuckAreReleasedAgainAndAgain) {
       &engine, [&] { ++releases; }, [] { return EngineDiagnosis{}; });
   watch->engine_used(milliseconds(300));
   std::this_thread::sleep_for(milliseconds(250));
-  protocol::store_relaxed(engine.progress, uint32_t{1});  // not stuck: slow
+  protocol::store_relaxed(engine.progress, uint32_t{1});  // slow, but not stuck
   std::this_thread::sleep_for(milliseconds(250));
   EXPECT_EQ(releases, 0);
   EXPECT_TRUE(aborts_within(milliseconds(3000)));
@@ -122,7 +122,7 @@ TEST_F(DeviceWatchTest, CopyEnginesThatAreStuckAreReleasedAgainAndAgain) {
   watch->forget_engine();
 }
 
-// As when it asks the driver while a user's copy waits for what release lets go.
+// The log may block in the driver while a user's copy waits for what this release ends.
 TEST_F(DeviceWatchTest, CopyEnginesAreReleasedWhileTheLogIsHeldUp) {
   make(2);
   std::atomic<bool> held_up{true}, over{false};
@@ -169,7 +169,7 @@ TEST_F(DeviceWatchTest, CopyEnginesThatBeginAnewAreNotStuck) {
         return EngineDiagnosis{2, false};
       });
   watch->engine_used(milliseconds(300));
-  for (int i = 0; i < 12; ++i) {  // as a call's copies do it
+  for (int i = 0; i < 12; ++i) {  // like the copies of a call
     std::this_thread::sleep_for(milliseconds(50));
     protocol::store_relaxed(engine.beat, protocol::load_relaxed(engine.clock));
   }

@@ -1,4 +1,4 @@
-// Telling of failures by threads: what is waited for, and for how long.
+// Tests failures reported by threads: what is waited for, and how long.
 #include "health/failure_log.hpp"
 
 #include <gtest/gtest.h>

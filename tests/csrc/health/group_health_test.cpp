@@ -1,4 +1,4 @@
-// Whom a rank blames and what its peers hear, with control blocks in the places of other ranks.
+// Tests whom a rank blames and what its peers are told, with control blocks in place of other ranks.
 #include "health/group_health.hpp"
 
 #include <gtest/gtest.h>
@@ -22,7 +22,7 @@ class GroupHealthTest : public testing::Test {
   }
   void waits_on(int rank, int peer) { protocol::store_relaxed(blocks_[rank].waiting_on, int64_t{peer} + 1); }
 
-  // What `look` says while these ranks are awake: a rank that sleeps on a counter beats at every slice.
+  // Returns `look`'s result while these ranks are awake. A rank that sleeps on a counter beats at every time slice.
   template <class Look>
   auto while_awake(std::vector<int> ranks, Look look) {
     std::atomic<bool> over{false};
@@ -58,10 +58,10 @@ TEST_F(GroupHealthTest, WhoWaitsForThisRankIsTheLast) {
   const auto health = health_of(0);
   waits_on(0, 1), waits_on(1, 0);
   EXPECT_EQ(while_awake({1}, [&] { return health->find_culprit(1); }), 1);
-  waits_on(1, 2), waits_on(2, 1);  // among themselves: no end, and yet an answer
+  waits_on(1, 2), waits_on(2, 1);  // a cycle must still give an answer
   const int found = while_awake({1, 2}, [&] { return health->find_culprit(1); });
   EXPECT_TRUE(found == 1 || found == 2) << found;
-  waits_on(1, 77);  // nonsense from a peer's memory
+  waits_on(1, 77);  // nonsense in a peer's memory
   EXPECT_EQ(while_awake({1}, [&] { return health->find_culprit(1); }), 1);
 }
 
@@ -87,7 +87,7 @@ TEST_F(GroupHealthTest, ATimeoutNamesTheOneThatIsLate) {
       << error.what();
 }
 
-// A rank that waits for another node's finds out why, and is blamed only where it does not.
+// A rank that waits for another node's rank gets time to find out why. It is blamed only if it does not.
 TEST_F(GroupHealthTest, WhoWaitsOutsideIsHeardFirst) {
   const OperationContext late{"all_reduce", 5, Clock::now(), milliseconds(20)};
   protocol::store_relaxed(blocks_[1].waiting_on, kWaitsOutside);
@@ -101,7 +101,7 @@ TEST_F(GroupHealthTest, WhoWaitsOutsideIsHeardFirst) {
   const auto health = health_of(0), outside = health_of(1);
   health->set_patience_outside(std::chrono::seconds(20));
   std::thread finds([&] {
-    std::this_thread::sleep_for(milliseconds(300));  // longer than the culprit is looked for
+    std::this_thread::sleep_for(milliseconds(300));  // longer than the search for the culprit
     outside->fail(Error(ErrorKind::timeout, "node 1 is silent", ErrorContext{1, 7, "all_reduce", 5, ""}));
   });
   const Error heard = told(*health);

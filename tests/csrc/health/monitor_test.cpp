@@ -1,4 +1,4 @@
-// PeerMonitor between real processes that die, leave, fork and chatter.
+// Tests PeerMonitor between real processes that die, leave, fork and send garbage.
 #include "health/monitor.hpp"
 
 #include <gtest/gtest.h>
@@ -30,7 +30,7 @@ std::vector<std::vector<UniqueFd>> connect_all(int size) {
   return ends;
 }
 
-// Every test runs rank 0 in a process of its own and the peers in others: a forked test has no thread before that.
+// Every test runs rank 0 and the peers in processes of their own, so that no thread exists before a fork.
 std::vector<UniqueFd> take_row(std::vector<std::vector<UniqueFd>>& ends, int rank) {
   std::vector<UniqueFd> mine = std::move(ends[rank]);
   ends.clear();
@@ -145,7 +145,7 @@ TEST(PeerMonitor, ForeignBytesAreIgnored) {
   EXPECT_EQ(said, "right");
 }
 
-// A DataLoader's worker holds copies of its parent's descriptors; they must not make a dead parent look alive.
+// A DataLoader's worker holds copies of its parent's descriptors. They must not make a dead parent look alive.
 TEST(PeerMonitor, AChildOfTheDeadPeerDoesNotHideTheLoss) {
   const std::string said = run_rank_zero(2, [](int rank, std::vector<UniqueFd> connections) -> std::string {
     PeerMonitor monitor(rank, std::move(connections));
@@ -175,8 +175,8 @@ TEST(PeerMonitor, InertInAForkedChildWhichMayHaveItsOwn) {
       monitor->say_goodbye();
       return "left";
     }
-    // The thread comes to rest: AddressSanitizer's allocator (GCC 12) is no good after a fork while another thread is
-    // in it.
+    // Lets the thread become idle: AddressSanitizer's allocator (GCC 12) breaks after a fork while another thread is in
+    // it.
     std::this_thread::sleep_for(milliseconds(100));
     const pid_t child = ::fork();
     if (child == 0) {
@@ -223,7 +223,7 @@ TEST(PeerMonitor, IdlesWithoutCpuAlsoAfterALoss) {
   EXPECT_EQ(said, "right");
 }
 
-// Groups come and go on several threads while peers leave; nothing is called back after a destructor returned.
+// Groups come and go on several threads while peers leave. No callback may run after a destructor returned.
 TEST(PeerMonitor, ManyGroupsComeAndGo) {
   Ranks ranks(1, [](int) -> std::string {
     std::atomic<int> late{0}, losses{0};
@@ -243,7 +243,7 @@ TEST(PeerMonitor, ManyGroupsComeAndGo) {
             monitor.say_goodbye();
           }
           alive = false;
-          char bytes[8];  // the last peer sees the goodbye, then the end
+          char bytes[8];  // the last peer sees the goodbye, then the end of the connection
           if (!wait_until([&] { return ::recv(ends[2][0].get(), bytes, sizeof bytes, 0) == 0; })) ++late;
         }
       });
@@ -274,7 +274,7 @@ TEST(PeerMonitor, DescriptorsStayFlat) {
   EXPECT_EQ(ranks.wait()[0].text, "right");
 }
 
-// exit() with groups still alive, also from several threads' worth of destructors, ends the process with its own code.
+// exit() with live groups ends the process with its own exit code, also if several threads run destructors.
 TEST(PeerMonitor, ExitWithoutDestroying) {
   for (int i = 0; i < 20; ++i) {
     const pid_t child = ::fork();

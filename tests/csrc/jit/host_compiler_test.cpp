@@ -1,5 +1,5 @@
-// The host's compiler: found, run, killed, and its results kept and never trusted when altered. Compilers that fail are
-// scripts; what works is the machine's own.
+// Tests the host compiler: how it is found, run and killed, and that its cached results are not trusted if altered.
+// Failing compilers are scripts; the working one is the machine's own.
 #include "jit/host_compiler.hpp"
 
 #include <gtest/gtest.h>
@@ -44,7 +44,7 @@ class HostCompilerTest : public ::testing::Test {
     temp_.write("kernels/cpu/one.hpp", "#pragma once\n#define ONE 1\n");
     return made;
   }
-  // A compiler made of a few lines of shell, run for everything but --version and the macros.
+  // A compiler made of a few lines of shell, which run for everything except --version and the macros.
   Settings with_script(const std::string& script) {
     Settings made = settings();
     made.cxx = temp_.write(
@@ -70,7 +70,7 @@ class HostCompilerTest : public ::testing::Test {
       if (entry.path().string().ends_with(suffix)) found = entry.path().string();
     return found;
   }
-  // Stored; then spoilt: it must be compiled again, and found after that.
+  // Stores a result and spoils it. It must be compiled again, and then be found.
   template <class Spoil>
   void expect_recompiled(Spoil&& spoil) {
     HostCompiler compiler(settings());
@@ -111,7 +111,7 @@ TEST_F(HostCompilerTest, SeveralLibrariesAtOnceAreTheirOwn) {
   LoadedLibrary first(one), second(two);
   EXPECT_EQ(ask(first), 1);
   EXPECT_EQ(ask(second), 2);
-  // Descriptors are used again, and with them the names that the loader sees.
+  // Descriptors are reused, and with them the names that the loader sees.
   for (int i = 0; i < 4; ++i) EXPECT_EQ(ask(LoadedLibrary(i % 2 == 0 ? one : two)), i % 2 == 0 ? 1 : 2);
   EXPECT_THROW(first.symbol("question"), Error);
   EXPECT_THROW(LoadedLibrary(std::vector<uint8_t>(1000, 7)), Error);
@@ -123,7 +123,7 @@ TEST_F(HostCompilerTest, KeyHoldsHeadersAndOptions) {
   const std::string key = compiler.library(answer(1)).key;
   temp_.write("kernels/cpu/one.hpp", "#pragma once\n#define ONE 2\n");
   EXPECT_NE(HostCompiler(with).library(answer(1)).key, key);
-  settings();  // the header as it was
+  settings();  // restores the header
   EXPECT_EQ(HostCompiler(with).library(answer(1)).key, key);
   with.cxx_options = {"-O1"};
   EXPECT_NE(HostCompiler(with).library(answer(1)).key, key);
@@ -212,7 +212,7 @@ TEST_F(HostCompilerTest, HangsWithAChild) {
   pid_t child = 0;
   file >> child;
   ASSERT_GT(child, 0);
-  // Gone, or dead and not yet waited for by whoever adopted it.
+  // Gone, or dead but not yet reaped by its adoptive parent.
   std::string state;
   for (int i = 0; i < 1000; ++i) {
     std::ifstream status("/proc/" + std::to_string(child) + "/stat");

@@ -1,5 +1,5 @@
-// The cache of compiled kernels with a pretended compiler: found again, never trusted when altered, one compilation for
-// many processes, and no failure of the disk that stops a kernel.
+// Tests the cache of compiled kernels with a pretended compiler: hits, no trust in altered files, one compilation for
+// many processes, and disk failures that do not stop a kernel.
 #include "jit/kernel_cache.hpp"
 
 #include <fcntl.h>
@@ -30,7 +30,7 @@ const std::string kKey = cache_key("1.0", "nvrtc 13.0", kSource, {{"cuda/a.cuh",
 
 class KernelCacheTest : public ::testing::Test {
  protected:
-  // A cache on `folder`, asked once; what it said goes to said_.
+  // Asks a new cache on `folder` once. Its messages go to said_.
   CachedKernel ask(const std::string& folder) {
     KernelCache cache(
         folder, [this](const std::string& line) { said_.push_back(line); }, lock_wait_);
@@ -48,12 +48,12 @@ class KernelCacheTest : public ::testing::Test {
   std::string text_of(const CachedKernel& kernel) { return {kernel.cubin.begin(), kernel.cubin.end()}; }
   std::string in(const char* name) const { return (temp_.path / name).string(); }
 
-  // Stored; then `spoil` alters it: it must be compiled again, and then be found again.
+  // Stores an entry, then `spoil` alters it. It must be compiled again, and then be found again.
   template <class Spoil>
   void expect_recompiled(Spoil&& spoil) {
     ASSERT_EQ(ask(in("k")).origin, Origin::compiled);
     spoil();
-    cubin_ = "another cubin";  // shows that the old one is not used in any part
+    cubin_ = "another cubin";  // another cubin shows that no part of the old one is used
     const CachedKernel again = ask(in("k"));
     EXPECT_EQ(again.origin, Origin::compiled);
     EXPECT_EQ(text_of(again), "another cubin");
@@ -64,7 +64,7 @@ class KernelCacheTest : public ::testing::Test {
     EXPECT_TRUE(said_.empty());
   }
 
-  // The folder is of no use: compiled in memory each time, one line in a cache's life that holds `why`.
+  // The folder is unusable: it compiles in memory each time, and each cache logs one line that contains `why`.
   void expect_in_memory(const std::string& folder, const std::string& why) {
     KernelCache cache(
         folder, [this](const std::string& line) { said_.push_back(line); }, lock_wait_);
@@ -139,7 +139,7 @@ TEST_F(KernelCacheTest, KeyHoldsAllThatCounts) {
   Source spilling = kSource;
   spilling.may_spill = !spilling.may_spill;
   others.push_back(cache_key("1.0", "nvrtc 13.0", spilling, headers));
-  // What the host's compiler makes: of a machine, which no option names.
+  // The host compiler's output depends on the machine, which no option names.
   for (const char* machine : {"native-1", "native-2"}) {
     Source host{"stub text", machine, {"-march=native"}};
     host.language = Language::cpp;
@@ -177,7 +177,7 @@ TEST_F(KernelCacheTest, MetaMissing) {
   expect_recompiled([&] { fs::remove(temp_.path / "k" / (kKey + ".meta.json")); });
 }
 TEST_F(KernelCacheTest, EntryOfAnotherKey) {
-  // Whole in itself, and hash and cubin agree: copied from another key, so it is another kernel.
+  // Consistent in itself, but copied from another key, so it is another kernel.
   expect_recompiled([&] {
     const std::string other(64, 'e');
     std::string meta = temp_.read("k/" + kKey + ".meta.json");
@@ -232,7 +232,7 @@ TEST_F(KernelCacheTest, AFileInTheWay) {
 }
 
 TEST_F(KernelCacheTest, FullDisk) {
-  // A limit on the size of files makes every write fail, as a full disk does.
+  // A file size limit makes every write fail, like a full disk.
   ::signal(SIGXFSZ, SIG_IGN);
   rlimit former{};
   ::getrlimit(RLIMIT_FSIZE, &former);
@@ -262,7 +262,7 @@ TEST_F(KernelCacheTest, HolderOfTheLockDoesNotFinish) {
   EXPECT_FALSE(fs::exists(temp_.path / "k" / (kKey + ".cubin")));
 }
 
-// Runs `body` in a child; its exit code, or -1.
+// Runs `body` in a child and returns its exit code, or -1.
 template <class Body>
 pid_t start_child(Body&& body) {
   const pid_t child = ::fork();
@@ -291,7 +291,7 @@ TEST_F(KernelCacheTest, ReadOnlyOrForeignFolder) {
     expect_in_memory("/usr", "belongs to user 0");
     return;
   }
-  // Root may write everywhere, so another user asks: first for a folder of root's, then for its own, read-only.
+  // Root can write everywhere, so another user asks: first for a folder of root's, then for its own read-only one.
   constexpr uid_t kNobody = 65534;
   fs::permissions(temp_.path, fs::perms::owner_all | fs::perms::others_exec);
   fs::create_directory(temp_.path / "roots");
@@ -313,7 +313,7 @@ TEST_F(KernelCacheTest, ReadOnlyOrForeignFolder) {
 }
 
 TEST_F(KernelCacheTest, ManyProcessesOneCompilation) {
-  // Each child waits at the gate until all are there, then asks; the compiler notes every call as a byte in a file.
+  // Each child waits at the gate until all are there, then asks. The compiler appends a byte to a file at every call.
   int gate[2];
   ASSERT_EQ(::pipe(gate), 0);
   const std::string folder = in("k"), notes = temp_.write("notes");
@@ -322,7 +322,7 @@ TEST_F(KernelCacheTest, ManyProcessesOneCompilation) {
     children.push_back(start_child([&] {
       ::close(gate[1]);
       char byte;
-      if (::read(gate[0], &byte, 1) != 0) return 97;  // the end of file is the start
+      if (::read(gate[0], &byte, 1) != 0) return 97;  // end of file is the start signal
       KernelCache cache(folder, nullptr, lock_wait_);
       const CachedKernel kernel = cache.get(kKey, "1.0", "nvrtc 13.0", kSource, [&] {
         const int fd = ::open(notes.c_str(), O_WRONLY | O_APPEND);

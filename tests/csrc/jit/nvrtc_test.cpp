@@ -1,5 +1,5 @@
-// The search for NVRTC in folders laid out like PyTorch's wheels and a toolkit's, with a pretended loader; what is said
-// when there is none; reading ptxas's report. Real compilations: tests/jit/test_nvrtc.py.
+// Tests the search for NVRTC in folders laid out like PyTorch's wheels and a toolkit, with a pretended loader; the
+// error if there is none; and the parser of ptxas's report. Real compilations: tests/jit/test_nvrtc.py.
 #include "jit/nvrtc.hpp"
 
 #include <gtest/gtest.h>
@@ -16,13 +16,13 @@ namespace {
 
 constexpr int kNoDriver = 0, kDriver12 = 12080, kDriver13 = 13000;
 
-// nvidia-cuda-nvrtc 13, of PyTorch's CUDA 13 wheels.
+// nvidia-cuda-nvrtc 13, from PyTorch's CUDA 13 wheels.
 void lay_out_cu13(const TempFolder& root) {
   for (const char* name : {"libnvrtc.so.13", "libnvrtc.alt.so.13", "libnvrtc-builtins.so.13.0",
                            "libnvrtc-builtins.alt.so.13.0", "libcudart.so.13"})
     root.write(std::string("nvidia/cu13/lib/") + name);
 }
-// nvidia-cuda-nvrtc-cu12, of PyTorch's CUDA 12 wheels.
+// nvidia-cuda-nvrtc-cu12, from PyTorch's CUDA 12 wheels.
 void lay_out_cu12(const TempFolder& root) {
   for (const char* name :
        {"libnvrtc.so.12", "libnvrtc.alt.so.12", "libnvrtc-builtins.so.12.8", "libnvrtc-builtins.alt.so.12.8"})
@@ -35,7 +35,7 @@ std::vector<std::string> libraries(const std::vector<NvrtcCandidate>& candidates
   return names;
 }
 
-// A loader that can open what is in `versions` (path or bare name to NVRTC's version), and notes what it was asked.
+// A loader that can open the entries of `versions` (path or bare name -> NVRTC's version), and records requests.
 struct PretendedLoader {
   std::map<std::string, std::pair<int, int>> versions;
   std::vector<std::string> asked;
@@ -92,7 +92,7 @@ TEST(NvrtcCandidates, Cuda12Wheels) {
 }
 
 TEST(NvrtcCandidates, BesideLibtorch) {
-  // PyTorch's older wheels and LibTorch's archives carry it under a name with a hash.
+  // PyTorch's older wheels and LibTorch's archives contain it under a name with a hash.
   const TempFolder root;
   for (const char* name : {"libnvrtc-0a1b2c3d.so.12", "libnvrtc-builtins.so.12.6", "libtorch.so", "libnvrtc.so.11.2"})
     root.write(std::string("torch/lib/") + name);
@@ -120,7 +120,7 @@ TEST(NvrtcCandidates, WheelsBeforeToolkitAndNoneNewerThanTheDriver) {
                     kit = (toolkit.path / "lib64/libnvrtc.so.12").string();
   EXPECT_EQ(libraries(nvrtc_candidates(settings, kDriver13)),
             (std::vector<std::string>{cu13, cu12, kit, kit + ".4.127", "libnvrtc.so.13", "libnvrtc.so.12"}));
-  // A driver of CUDA 12 loads nothing that NVRTC 13 compiled.
+  // A CUDA 12 driver cannot load what NVRTC 13 compiled.
   EXPECT_EQ(libraries(nvrtc_candidates(settings, kDriver12)),
             (std::vector<std::string>{cu12, kit, kit + ".4.127", "libnvrtc.so.12", cu13, "libnvrtc.so.13"}));
 }
@@ -156,7 +156,7 @@ TEST(FindNvrtc, OpensTheBuiltinsFirst) {
 
 TEST(FindNvrtc, TakesTheNextWhenOneDoesNotOpen) {
   const TempFolder root;
-  lay_out_cu13(root);  // present, and the loader refuses: half a download, say
+  lay_out_cu13(root);  // the file exists but cannot be loaded, for example an incomplete download
   Settings settings;
   settings.library_roots = {root.path.string()};
   PretendedLoader loader;
@@ -216,7 +216,7 @@ TEST(FindNvrtc, NoneSaysWhatWasTriedAndWhatToInstall) {
 }
 
 TEST(Compiler, WarmStartOpensNothing) {
-  // With an entry in the cache NVRTC is not opened, since the name of its builtins tells the version.
+  // With a cache entry NVRTC is not opened, because the name of its builtins gives the version.
   const TempFolder root, cache;
   lay_out_cu13(root);
   root.write("kernels/cuda/a.cuh", "text");
@@ -238,7 +238,7 @@ TEST(Compiler, WarmStartOpensNothing) {
   EXPECT_EQ(found.cubin, (std::vector<uint8_t>{1, 2, 3}));
   EXPECT_EQ(found.origin, CachedKernel::Origin::cache);
   EXPECT_TRUE(loader.asked.empty());
-  // Another header, another key: now NVRTC is wanted, and missed.
+  // An edited header changes the key, so NVRTC is needed and missing.
   root.write("kernels/cuda/a.cuh", "texT");
   Compiler edited(settings, kNoDriver, loader.opener());
   EXPECT_NE(message_of([&] { edited.get(source); }).find("no NVRTC"), std::string::npos);
@@ -315,7 +315,7 @@ TEST(Resources, RefusesAFunctionThatSpillsByItsNameAndComment) {
   EXPECT_NE(message.find("80 bytes of them in memory"), std::string::npos) << message;
   kernel.spilled = {{"_Z7rows_11Pi", 80}};  // without a comment
   EXPECT_NE(refusal().find("ark: rows_11 needs"), std::string::npos) << refusal();
-  kernel.spilled = {};  // what is left is the kernel's own
+  kernel.spilled = {};  // what remains is the kernel's own
   EXPECT_NE(refusal().find("ark: loop_kernel needs"), std::string::npos) << refusal();
   kernel.spill_store_bytes = kernel.spill_load_bytes = 0;
   EXPECT_NO_THROW(refuse_spills(source, {kernel}));

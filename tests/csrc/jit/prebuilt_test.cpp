@@ -1,4 +1,5 @@
-// Kernels that a wheel brings: found without any compiler, never when anything differs from what was compiled.
+// Tests kernels that a wheel contains: found without a compiler, and never used if anything differs from what was
+// compiled.
 #include "jit/prebuilt.hpp"
 
 #include <gtest/gtest.h>
@@ -83,7 +84,7 @@ TEST_F(PrebuiltTest, ReadableSideBySide) {
 }
 
 TEST_F(PrebuiltTest, ForeignFilesAreAsTrustedAsTheLibrary) {
-  // Of an installation by root, others are only readers.
+  // In an installation by root, other users can only read.
   if (::geteuid() != 0) GTEST_SKIP() << "only root can give files away";
   for (const auto& entry : std::filesystem::directory_iterator(folder_.path)) {
     ASSERT_EQ(::chown(entry.path().c_str(), 12345, 12345), 0);

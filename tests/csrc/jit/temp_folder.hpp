@@ -1,4 +1,4 @@
-// A folder of a test's own, removed with all that is in it.
+// A temporary folder for a test, removed with its content.
 #pragma once
 
 #include <stdlib.h>
@@ -25,7 +25,7 @@ struct TempFolder {
   TempFolder(const TempFolder&) = delete;
   TempFolder& operator=(const TempFolder&) = delete;
 
-  // Makes the file and the folders above it; its full path.
+  // Creates the file and its parent folders. Returns its full path.
   std::string write(const std::string& name, const std::string& text = {}) const {
     std::filesystem::create_directories((path / name).parent_path());
     std::ofstream(path / name, std::ios::binary) << text;

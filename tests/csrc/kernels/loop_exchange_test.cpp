@@ -1,5 +1,5 @@
-// Collectives of loop kernels with threads as blocks: several workers a rank, tiles that are cut otherwise on every
-// rank, many steps without anything between them but each rank's own launches.
+// Tests the loop kernels' collectives with threads as blocks: several workers per rank, tiles that are cut differently
+// on every rank, and many steps that only each rank's own launches separate.
 #include "cuda/loop/exchange.cuh"
 
 #include <gtest/gtest.h>
@@ -21,7 +21,7 @@ namespace {
 using device::DType;
 using device::ReduceOp;
 
-// A thread that is all threads of a block, and stops now and then where others may overtake it.
+// One thread in place of a block's threads. It pauses at random where others could overtake it.
 struct OneThread {
   static constexpr int kThreads = 1;
   std::mt19937& random;
@@ -43,7 +43,7 @@ struct OneThread {
 
 struct Collective {
   Exchange what;
-  int elements;  // of a part
+  int elements;  // per part
 };
 
 float value_of(int step, size_t collective, int rank, int element) {
@@ -53,7 +53,7 @@ float value_of(int step, size_t collective, int rank, int element) {
 template <int kRanks>
 class World {
  public:
-  // `turns`: two places for all, each waits for all of the one before it.
+  // `turns`: all collectives share two places, and each waits for the end of the one before it.
   explicit World(std::vector<Collective> collectives, bool turns = false)
       : collectives_(std::move(collectives)), turns_(turns) {
     for (const Collective& one : collectives_)
@@ -65,7 +65,7 @@ class World {
     }
   }
 
-  // How many results were wrong.
+  // Returns how many results were wrong.
   int run(int steps) {
     std::vector<std::thread> ranks;
     for (int rank = 0; rank < kRanks; ++rank) ranks.emplace_back([=, this] { run_rank(rank, steps); });
@@ -169,7 +169,7 @@ TEST(LoopExchangeTest, EveryCollectiveOfManySteps) {
   EXPECT_EQ(World<4>(all, true).run(20), 0);
 }
 
-// Nothing else holds a rank back that is a step ahead.
+// Nothing else holds back a rank that is one step ahead.
 TEST(LoopExchangeTest, OneCollectiveAlone) {
   EXPECT_EQ(World<3>({{Exchange::all_reduce, 1000}}).run(300), 0);
 }

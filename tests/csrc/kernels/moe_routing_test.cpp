@@ -1,4 +1,4 @@
-// Where choices of experts go: places against a plain sort.
+// Compares the routing of tokens to experts with a plain sort.
 #include "ops/moe_routing.hpp"
 
 #include <gtest/gtest.h>
@@ -25,7 +25,7 @@ TEST(MoeRouting, SortsByExpertThenRankThenChoice) {
       }
     }
     const MoeRouting routing(ranks, experts, counts);
-    // Every choice that goes somewhere, in the order of rows on its expert's rank.
+    // Every choice with a destination, in the order of rows on its expert's rank.
     std::vector<std::tuple<int64_t, int, int64_t>> all;
     for (int r = 0; r < ranks; ++r)
       for (size_t i = 0; i < chosen[r].size(); ++i)
@@ -42,7 +42,7 @@ TEST(MoeRouting, SortsByExpertThenRankThenChoice) {
     for (const auto& [expert, rank, choice] : all) {
       EXPECT_EQ(row[rank][choice], next[routing.owner(expert)]++);
       slots_in_order[rank].push_back(slot[rank][choice]);
-      // The same row, as its expert's rank finds it.
+      // The expert's rank must find the same row.
       const int owner = routing.owner(expert);
       const auto theirs = routing.rows_of(rank, owner);
       EXPECT_EQ(theirs.at(slot[rank][choice] - routing.first_slot_of(rank, owner)), row[rank][choice]);

@@ -1,5 +1,6 @@
-// The GPU's reduction rules, compiled for the host, against the CPU's kernels: every pair that find_reduce supports,
-// byte for byte. What differs in device code are single PTX instructions behind the functions of formats.cuh.
+// Compiles the GPU's reduction rules for the host and compares them with the CPU's kernels, byte for byte, for every
+// pair that find_reduce supports. Device code differs only in single PTX instructions behind the functions of
+// formats.cuh.
 #include "cuda/reduce.cuh"
 
 #include <gtest/gtest.h>
@@ -73,7 +74,7 @@ Units reduce_units(const Rule& rule, const std::vector<Units>& inputs, const std
   return out;
 }
 
-// The first byte that differs, so that a failure names inputs and results.
+// Describes the first byte that differs, with inputs and results.
 std::string difference(const Units& ours, const Units& theirs, const std::vector<Units>& inputs, size_t element) {
   const auto* a = reinterpret_cast<const uint8_t*>(ours.data());
   const auto* b = reinterpret_cast<const uint8_t*>(theirs.data());
@@ -96,7 +97,7 @@ std::string difference(const Units& ours, const Units& theirs, const std::vector
   return text + ": " + hex(a, at) + " instead of " + hex(b, at);
 }
 
-// Reduces by every rule that applies; an error message, or nothing.
+// Reduces by every applicable rule. Returns an error message, or an empty string.
 std::string compare(DType dtype, ReduceOp op, const std::vector<Units>& inputs, const std::vector<double>& factors) {
   const ReduceFn reduce = find_reduce(dtype, op);
   const int ranks = static_cast<int>(inputs.size());
@@ -127,8 +128,8 @@ std::string compare(DType dtype, ReduceOp op, const std::vector<Units>& inputs, 
   }
 }
 
-// A third any bits at all; a third special values, so that NaNs, infinities, zeros and extremes meet; a third numbers
-// of similar size, whose sums round and tie.
+// A third are random bits. A third are special values, so that NaNs, infinities, zeros and extremes meet. A third are
+// numbers of similar size, whose sums round and tie.
 class Inputs {
  public:
   explicit Inputs(uint32_t seed) : random_(seed) {}
@@ -190,7 +191,7 @@ TEST_P(KernelReduce, GivesTheBitsOfTheCpu) {
     supported++;
     for (int ranks : {1, 2, 3, 4, 5, 8}) {
       Inputs random(static_cast<uint32_t>(1000 * GetParam() + 10 * o + ranks));
-      for (int round = 0; round < 4; round++) {  // each with factors of its own
+      for (int round = 0; round < 4; round++) {  // each with its own factors
         std::vector<Units> inputs;
         for (int r = 0; r < ranks; r++) inputs.push_back(random.units(dtype, 500));
         ASSERT_EQ(compare(dtype, op, inputs, random.factors(ranks)), "");
@@ -220,8 +221,8 @@ TEST(KernelFormats, EveryPairOfBytes) {
   }
 }
 
-// Rounding sees every float32 near the ends and the middle of each interval between two 16-bit (and 8-bit) values:
-// the formats are encoded here directly, and the CPU by PREMUL_SUM, whose product with an exact one can be any float32.
+// Rounds float32 values near the ends and the middle of each interval between two 16-bit (and 8-bit) values. Our
+// formats are called directly. The CPU rounds by PREMUL_SUM, whose product with an exact factor can be any float32.
 TEST(KernelFormats, RoundsEveryIntervalAsTheCpuDoes) {
   for (DType dtype :
        {DType::f16, DType::bf16, DType::f8_e4m3fn, DType::f8_e5m2, DType::f8_e4m3fnuz, DType::f8_e5m2fnuz}) {
@@ -232,7 +233,7 @@ TEST(KernelFormats, RoundsEveryIntervalAsTheCpuDoes) {
       for (uint32_t low :
            {0x0000, 0x0001, 0x0fff, 0x1000, 0x1001, 0x2fff, 0x3000, 0x3001, 0x7fff, 0x8000, 0x8001, 0xffff}) {
         const float x = std::bit_cast<float>(high << 16 | low);
-        if (x != x) continue;  // as a factor a NaN is a NaN: other tests
+        if (x != x) continue;  // NaN as a factor has its own tests
         const double factor = x;
         const void* source = &one;
         uint32_t expected = 0;
@@ -252,7 +253,7 @@ TEST(KernelFormats, RoundsEveryIntervalAsTheCpuDoes) {
   }
 }
 
-// The hardware's packed conversion gives 0x7fff for a NaN and nothing else that is a NaN's code.
+// The hardware's packed conversion gives 0x7fff for a NaN, and no other NaN code.
 TEST(KernelFormats, ReplacesTheHardwaresNans) {
   for (uint32_t infinity : {0x7f80u, 0x7c00u}) {
     const uint32_t nan = infinity == 0x7f80 ? 0x7fc0 : 0x7e00;

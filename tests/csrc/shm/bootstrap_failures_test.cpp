@@ -1,4 +1,4 @@
-// connect() when ranks never come, give up, lose the store, or run out of descriptors or memory.
+// Tests connect() when ranks never come, give up, lose the store, or run out of descriptors or memory.
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 
@@ -49,7 +49,7 @@ TEST(BootstrapFailures, InterruptionEndsItEverywhere) {
   EXPECT_LT(results[1].seconds, 2.0);
 }
 
-// Who gives up blames the rank that it waited for, and so does whoever hears of it.
+// A rank that gives up blames the rank that it waited for, and so do all that are told.
 TEST(BootstrapFailures, WhoGivesUpPassesTheBlameOn) {
   TemporaryDirectory directory;
   Ranks ranks(3, [&](int rank) {
@@ -90,10 +90,10 @@ void limit(__rlimit_resource resource, rlim_t value) {
 int count_open_files() {
   int count = 0;
   for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) ++count;
-  return count - 1;  // the directory itself
+  return count - 1;  // minus the directory itself
 }
 
-// A store which may open files although the rest of the process may not.
+// A store that may open files even when the rest of the process may not.
 class Limited : public KeyValueStore {
   template <typename Work>
   auto with_files(Work work) {
@@ -122,7 +122,7 @@ class Limited : public KeyValueStore {
   const rlim_t few_;
 };
 
-// Whatever the number of descriptors left, all ranks come to one end: shared, apart, or an error.
+// For any number of remaining descriptors, all ranks agree: shared, apart, or an error.
 TEST(BootstrapFailures, RunningOutOfDescriptors) {
   bool shared = false, not_shared = false;
   for (int left = 0; left < 14; ++left) {
@@ -155,7 +155,7 @@ TEST(BootstrapFailures, RunningOutOfDescriptors) {
 }
 
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-constexpr bool kCanLimitMemory = false;  // their shadow memory is larger than any limit
+constexpr bool kCanLimitMemory = false;  // sanitizers' shadow memory exceeds any limit
 #else
 constexpr bool kCanLimitMemory = true;
 #endif
@@ -197,7 +197,7 @@ TEST(BootstrapFailures, NoAddressesForThePeersSegments) {
     if (rank == 1) limit(RLIMIT_AS, address_space_in_use() + (size_t{3} << 29));
     return connect_and_talk(store, options);
   });
-  // A shortage of one process, and no reason for all to go on without sharing as if they were on several machines.
+  // One process is short of memory. That is no reason for all to continue without sharing, as if on several machines.
   const auto& results = ranks.wait();
   EXPECT_TRUE(contains(results[1].text, "Error(system, peer -1)")) << results[1].text;
   for (int rank = 0; rank < 3; ++rank) {

@@ -1,5 +1,5 @@
-// Foreign, malformed, oversized and silent connections to the bootstrap's sockets are dropped and the job goes on;
-// and a thousand groups leave nothing behind.
+// Tests that foreign, malformed, oversized and silent connections to the bootstrap's sockets are dropped while the job
+// continues, and that a thousand groups leak nothing.
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -18,7 +18,7 @@ namespace bootstrap_intruders_test {
 
 constexpr int kSize = 3;
 
-// Waits until some rank has published its record, whose key holds the nonce of this start.
+// Waits until some rank has published its record. The record's key contains the nonce of this start.
 HandleRecord find_record(const TemporaryDirectory& directory, int rank) {
   const auto until = Clock::now() + milliseconds(10000);
   while (Clock::now() < until) {
@@ -39,7 +39,7 @@ UniqueFd call(const HandleRecord& record) {
   return attempt.status == ConnectAttempt::Status::connected ? std::move(attempt.fd) : UniqueFd();
 }
 
-// True when the other end closes the connection within `patience` without having sent anything.
+// Returns true if the other end closes the connection within `patience` without sending anything.
 bool is_dropped(int socket, milliseconds patience) {
   pollfd polled{socket, POLLIN, 0};
   if (::poll(&polled, 1, static_cast<int>(patience.count())) <= 0) return false;
@@ -57,8 +57,8 @@ HelloMessage genuine_hello(const HandleRecord& to) {
   return hello;
 }
 
-// Starts three ranks of which the last does not call before the intruders are through, lets them loose on rank 0, and
-// expects the group to come up all the same. While they are at work rank 0 sits in its exchange loop.
+// Starts three ranks. The last one does not connect before the intruders are done, so that rank 0 stays in its exchange
+// loop while they attack it. The group must come up all the same.
 void expect_group_survives(const std::function<void(const HandleRecord&)>& intrude) {
   TemporaryDirectory directory;
   const auto done = directory.path() / "key-intruders-are-through";
@@ -66,7 +66,7 @@ void expect_group_survives(const std::function<void(const HandleRecord&)>& intru
     bool published = false;
     WatchedStore store(directory.path(), [&](const char* operation, const std::string& key) {
       if (std::string(operation) == "was set" && key.find("record") != key.npos) published = true;
-      // The last rank stays in the store until the intruders have finished.
+      // The last rank stays in the store until the intruders are done.
       while (rank == kSize - 1 && published && !std::filesystem::exists(done))
         std::this_thread::sleep_for(milliseconds(5));
     });
@@ -98,7 +98,7 @@ TEST(BootstrapIntruders, SilentOnesAndAQueueFullOfThem) {
     for (int i = 0; i < 600; ++i)
       if (UniqueFd socket = call(record)) silent.push_back(std::move(socket));
     ASSERT_GT(silent.size(), 300u);
-    EXPECT_TRUE(is_dropped(silent.front().get(), milliseconds(1000)));  // made room for later ones
+    EXPECT_TRUE(is_dropped(silent.front().get(), milliseconds(1000)));  // dropped to make room for later ones
     EXPECT_TRUE(is_dropped(silent.back().get(), milliseconds(4000)));   // took too long
   });
 }
@@ -108,7 +108,7 @@ TEST(BootstrapIntruders, HalfAHello) {
     UniqueFd socket = call(record);
     const auto bytes = genuine_hello(record).encode();
     send_message(socket.get(), std::span(bytes).first(40), -1);
-    EXPECT_FALSE(is_dropped(socket.get(), milliseconds(200)));  // could still become one
+    EXPECT_FALSE(is_dropped(socket.get(), milliseconds(200)));  // it could still become valid
     EXPECT_TRUE(is_dropped(socket.get(), milliseconds(4000)));
   });
 }
@@ -130,7 +130,7 @@ TEST(BootstrapIntruders, AlmostGenuineHellos) {
       ASSERT_EQ(send_message(socket.get(), hello.encode(), fd.get()), 0);
       EXPECT_TRUE(is_dropped(socket.get(), milliseconds(1000)));
     }
-    // A genuine one with something behind it.
+    // A valid hello with an extra byte at the end.
     UniqueFd socket = call(record);
     auto bytes = genuine_hello(record).encode();
     bytes.push_back(0);
@@ -144,7 +144,7 @@ TEST(BootstrapIntruders, AnotherUserWithTheRightNonce) {
   if (::geteuid() != 0) GTEST_SKIP() << "only root can become another user";
   expect_group_survives([](const HandleRecord& record) {
     Ranks other(1, [&](int) {
-      // The system call: setuid() of the library would have to tell every thread.
+      // A direct system call, because the library's setuid() would have to signal every thread.
       if (::syscall(SYS_setuid, 65534) != 0) return std::string("cannot become another user");
       UniqueFd socket = call(record);
       if (!socket) return std::string("cannot connect");
@@ -156,8 +156,8 @@ TEST(BootstrapIntruders, AnotherUserWithTheRightNonce) {
   });
 }
 
-// A hello with the right nonce, but a descriptor that must not be mapped. Only a rank of the group can send that: it
-// takes the place of rank 2, and everyone hears that it was refused instead of meeting SIGBUS later.
+// A hello with the correct nonce, but a descriptor that must not be mapped. Only a member of the group can send it: it
+// takes rank 2's place. All ranks must get an error about the refusal, instead of crashing by SIGBUS later.
 TEST(BootstrapIntruders, ASegmentThatIsNotSealed) {
   TemporaryDirectory directory;
   const auto done = directory.path() / "key-done";
@@ -175,7 +175,7 @@ TEST(BootstrapIntruders, ASegmentThatIsNotSealed) {
   const UniqueFd fd(::memfd_create("unsealed", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   ASSERT_EQ(::ftruncate(fd.get(), static_cast<off_t>(segment_bytes_of(2))), 0);
   ASSERT_EQ(send_message(socket.get(), genuine_hello(record).encode(), fd.get()), 0);
-  EXPECT_TRUE(is_dropped(socket.get(), milliseconds(5000)));  // and no descriptor of ours came back
+  EXPECT_TRUE(is_dropped(socket.get(), milliseconds(5000)));  // and it got no descriptor from us
   std::ofstream(done).put('1');
   const auto& results = ranks.wait();
   for (int rank = 0; rank < kSize; ++rank) {

@@ -1,5 +1,5 @@
-// connect() between real processes: every group size, every way to be apart, and what earlier starts leave behind.
-// Processes that die, stop or run out of something meanwhile: bootstrap_failures_test.cpp.
+// Tests connect() between real processes: every group size, every reason not to share, and leftovers of earlier starts.
+// bootstrap_failures_test.cpp has processes that die, stop or run out of resources meanwhile.
 #include "shm/bootstrap.hpp"
 
 #include <gtest/gtest.h>
@@ -45,7 +45,7 @@ TEST(Bootstrap, AloneAndDeclining) {
   EXPECT_EQ(connect_and_talk(store, options), "apart: sharing memory is switched off");
 }
 
-// Each rank runs under an identity that `change` gave it.
+// Connects under an identity that `change` modified.
 std::string connect_as(const TemporaryDirectory& directory, int rank, int size,
                        const std::function<void(Identity&)>& change) {
   DirectoryStore store(directory.path());
@@ -82,7 +82,7 @@ TEST(Bootstrap, MachineThatCannotBeIdentified) {
   expect_all(ranks.wait(), "apart: rank 1 cannot share memory: no boot id here");
 }
 
-// In a network namespace of its own, by way of a user namespace where the test is not root.
+// Enters a new network namespace. Without root it uses a user namespace.
 bool enter_new_network_namespace() {
   return ::unshare(CLONE_NEWNET) == 0 || ::unshare(CLONE_NEWUSER | CLONE_NEWNET) == 0;
 }
@@ -103,7 +103,7 @@ TEST(Bootstrap, TwoNetworkNamespaces) {
   expect_all(ranks.wait(), "apart: rank 0 and rank 1 run in different containers (network namespaces)");
 }
 
-// Without /proc nothing but the sockets shows it; that must not be taken for a rank that died.
+// Without /proc only the sockets reveal the namespaces. That must not be mistaken for a rank that died.
 TEST(Bootstrap, TwoNetworkNamespacesThatCannotBeTold) {
   if (!has_network_namespaces()) GTEST_SKIP() << "may not create network namespaces";
   TemporaryDirectory directory;
@@ -120,11 +120,11 @@ TEST(Bootstrap, TwoNetworkNamespacesThatCannotBeTold) {
 }
 
 TEST(Bootstrap, KeysOfEarlierStartsDoNoHarm) {
-  // The same store and keys again and again: starts that were killed half-way, starts that worked, of several sizes.
+  // Repeats starts on the same store and keys: some killed half-way, some successful, of several sizes.
   TemporaryDirectory directory;
   int starts = 0;
   for (int size : {3, 3, 2, 4, 3})
-    for (int late : {0, size - 1}) {  // whoever comes first finds only stale keys
+    for (int late : {0, size - 1}) {  // the first rank to start finds only stale keys
       {
         Ranks killed(size, [&](int rank) {
           WatchedStore store(directory.path(), [](const char* operation, const std::string& key) {
@@ -144,7 +144,7 @@ TEST(Bootstrap, KeysOfEarlierStartsDoNoHarm) {
     }
 }
 
-// What a store is asked and what it is told; a question without an answer yet is not counted.
+// Counts accesses to the store. A query that finds no answer yet is not counted.
 class CountingStore : public DirectoryStore {
  public:
   using DirectoryStore::DirectoryStore;
@@ -172,7 +172,7 @@ TEST(Bootstrap, TheStoreIsAskedAFixedNumberOfTimesHoweverManyRanks) {
     Ranks ranks(size, [&](int rank) {
       CountingStore store(directory.path());
       Identity identity = Identity::of_this_process();
-      identity.host_id[3] = static_cast<uint8_t>(rank / 2);  // two on each machine
+      identity.host_id[3] = static_cast<uint8_t>(rank / 2);  // two ranks per machine
       identity.host_id[4] ^= 1;
       ConnectResult result = connect(store, options_for(rank, size), identity);
       return result.neighbourhood ? "shared" : std::to_string(store.count);

@@ -1,4 +1,4 @@
-// connect() when a rank is killed or stopped at chosen moments of its start-up, and at any.
+// Tests connect() when a rank is killed or stopped at chosen moments of its start-up, and at random ones.
 #include <gtest/gtest.h>
 
 #include <random>
@@ -8,11 +8,11 @@
 namespace ark::test {
 namespace {
 
-// Where in its start-up a rank meets its end.
+// The point of the start-up at which a rank dies.
 struct Moment {
   const char* operation;
   const char* key;
-  ErrorKind survivors;  // what the others must raise
+  ErrorKind survivors;  // the error that the others must raise
 };
 
 class At : public testing::TestWithParam<Moment> {
@@ -58,7 +58,7 @@ TEST_P(At, AStoppedRankIsNamed) {
     const auto& results = ranks.wait(6, victim);
     for (int rank = 0; rank < 3; ++rank) {
       if (rank == victim) continue;
-      // Whoever times out first may be the one that the other one hears of.
+      // The error may come from the other rank, if that one timed out first.
       EXPECT_TRUE(contains(results[rank].text, "rank " + std::to_string(victim) + " did not")) << results[rank].text;
       EXPECT_FALSE(results[rank].killed_late);
       EXPECT_GE(results[rank].seconds, 0.45);
@@ -79,7 +79,7 @@ TEST_P(At, AStoppedRankThatGoesOnIsNotMissed) {
     ASSERT_EQ(::waitpid(ranks.pid(victim), &status, WUNTRACED), ranks.pid(victim));
     ASSERT_TRUE(WIFSTOPPED(status));
     std::this_thread::sleep_for(milliseconds(300));
-    for (int i = 0; i < 100; ++i) {  // the moment may come more than once
+    for (int i = 0; i < 100; ++i) {  // the moment may occur more than once
       ranks.signal(victim, SIGCONT);
       std::this_thread::sleep_for(milliseconds(2));
     }

@@ -1,4 +1,4 @@
-// Every message of the bootstrap: what is encoded is decoded, and every other byte string is rejected by name.
+// Tests every message of the bootstrap: decoding reverses encoding, and all other byte strings are rejected by name.
 #include "shm/handle.hpp"
 
 #include <gtest/gtest.h>
@@ -76,7 +76,7 @@ TEST(HandleRecord, RoundTrip) {
   EXPECT_EQ(HandleRecord::decode(declined.encode()), declined);
 }
 
-// The layout is what two builds must agree on: little-endian, whatever the machine.
+// Two builds must agree on the layout: little-endian on any machine.
 TEST(HandleRecord, Layout) {
   const auto bytes = sample_record().encode();
   EXPECT_EQ(std::string(bytes.begin(), bytes.begin() + 4), "ARKH");
@@ -117,7 +117,7 @@ TEST(HandleRecord, WrongLengths) {
 }
 
 TEST(HandleRecord, NoByteIsUnchecked) {
-  // A flipped byte is either rejected or changes a field that has no wrong values; it never passes unseen.
+  // A flipped bit is either rejected or changes a field that accepts any value. It never goes unnoticed.
   const HandleRecord record = sample_record();
   for (size_t at = 0; at < HandleRecord::kEncodedBytes; ++at)
     for (int bit : {0, 7}) {

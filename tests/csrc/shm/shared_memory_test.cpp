@@ -1,4 +1,4 @@
-// Segments between real processes, descriptors that must be refused, and shortages that must be errors.
+// Tests segments between real processes, descriptors that must be refused, and shortages that must be errors.
 #include "shm/shared_memory.hpp"
 
 #include <fcntl.h>
@@ -52,7 +52,7 @@ TEST(SharedMemory, IsZeroAndSeenByBothSides) {
   EXPECT_EQ(theirs.data()[10000], std::byte(7));
   theirs.close_fd();
   mine = SharedMemory();
-  EXPECT_EQ(theirs.data()[10000], std::byte(7));  // lives as long as anyone maps it
+  EXPECT_EQ(theirs.data()[10000], std::byte(7));  // lives as long as any process maps it
 }
 
 TEST(SharedMemory, SizeIsSealed) {
@@ -95,7 +95,7 @@ TEST(SharedMemory, UntrustedDescriptorsAreRefused) {
   ASSERT_EQ(::pipe2(ends, O_CLOEXEC), 0);
   UniqueFd other(ends[1]);
   EXPECT_TRUE(contains(attach(UniqueFd(ends[0]), 4096), "not a memfd"));
-  // Read-only: opened anew through /proc.
+  // Read-only: reopened through /proc.
   UniqueFd writable = memfd(4096, flags, sealed);
   const std::string path = "/proc/self/fd/" + std::to_string(writable.get());
   EXPECT_TRUE(contains(attach(UniqueFd(::open(path.c_str(), O_RDONLY | O_CLOEXEC)), 4096), "Permission denied"));
@@ -104,7 +104,7 @@ TEST(SharedMemory, UntrustedDescriptorsAreRefused) {
 
 TEST(SharedMemory, WrongArguments) {
   EXPECT_TRUE(contains(error_of([] { SharedMemory::create("x", 0); }, ErrorKind::invalid_argument), "got 0"));
-  SharedMemory memory = SharedMemory::create(std::string(1000, 'n'), 4096);  // longer than the kernel takes: cut
+  SharedMemory memory = SharedMemory::create(std::string(1000, 'n'), 4096);  // too long for the kernel: cut
   auto commit = [&](size_t offset, size_t bytes) {
     return error_of([&] { memory.commit(offset, bytes); }, ErrorKind::invalid_argument);
   };
@@ -132,7 +132,7 @@ TEST(SharedMemory, CommitMakesPagesAndKeepsContents) {
 
 void ignore_signal(int) {}
 
-// A profiler's timer interrupts fallocate again and again; it must get through all the same.
+// A profiler's timer interrupts fallocate repeatedly. It must still succeed.
 TEST(SharedMemory, CommitUnderSteadySignals) {
   Ranks ranks(1, [](int) -> std::string {
     struct sigaction action {};
@@ -180,14 +180,14 @@ TEST(SharedMemory, FileSizeLimitIsAnErrorNotASignal) {
   EXPECT_TRUE(contains(results[0].text, "4097 bytes: File too large. Raise the limit of file size")) << results[0].text;
 }
 
-// Asking for four times the memory must be refused before the kernel starts to kill processes.
+// A request for four times the memory must be refused before the kernel's OOM killer acts.
 TEST(SharedMemory, CommitBeyondTheMemoryOfTheMachine) {
   const size_t all = static_cast<size_t>(::sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(::sysconf(_SC_PAGESIZE));
   SharedMemory memory = SharedMemory::create("test", 4 * all);
   const std::string said = error_of([&] { memory.commit(0, 4 * all); });
   EXPECT_TRUE(contains(said, "find pages") && contains(said, "Free memory")) << said;
-  EXPECT_EQ(resident_bytes(memory), 0u);  // found out before anything was taken
-  memory.commit(0, 1 << 20);              // and it stays usable
+  EXPECT_EQ(resident_bytes(memory), 0u);  // refused before any memory was taken
+  memory.commit(0, 1 << 20);              // the segment stays usable
 }
 
 }  // namespace shared_memory_test

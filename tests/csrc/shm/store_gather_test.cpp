@@ -1,4 +1,4 @@
-// Values of all ranks through a store: of any size, with ranks that are late or missing, and with nonsense in its keys.
+// Tests gathering all ranks' values through a store: any size, late or missing ranks, and nonsense in the keys.
 #include "shm/store_gather.hpp"
 
 #include <gtest/gtest.h>
@@ -11,7 +11,7 @@ namespace {
 std::string gathered(const TemporaryDirectory& directory, int rank, int size, milliseconds timeout) {
   DirectoryStore store(directory.path());
   try {
-    const std::string own(static_cast<size_t>(rank * 100), static_cast<char>('a' + rank));  // rank 0's is empty
+    const std::string own(static_cast<size_t>(rank * 100), static_cast<char>('a' + rank));  // empty for rank 0
     const auto values = store_all_gather(store, "words", rank, size, {own.begin(), own.end()}, timeout);
     if (static_cast<int>(values.size()) != size) return "of another size";
     for (int r = 0; r < size; ++r)

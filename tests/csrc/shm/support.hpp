@@ -1,4 +1,4 @@
-// Test support: a rank that connects and shows that the shared memory works.
+// Test support: a rank that connects and proves that the shared memory works.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -30,7 +30,7 @@ inline ConnectOptions options_for(int rank, int size, milliseconds timeout = mil
   return options;
 }
 
-// Writes to every segment, waits for everyone, and reads what the others wrote into its own.
+// Writes to every segment, waits for everyone, and reads what the others wrote into this rank's segment.
 inline std::string talk(int rank, Neighbourhood& all, KeyValueStore& store, const std::string& key) {
   const int size = static_cast<int>(all.segments.size());
   for (int peer = 0; peer < size; ++peer) {
@@ -46,7 +46,7 @@ inline std::string talk(int rank, Neighbourhood& all, KeyValueStore& store, cons
   return "shared";
 }
 
-// "shared" or "apart: reason"; errors are left to the caller.
+// Returns "shared" or "apart: reason". Errors are left to the caller.
 inline std::string connect_and_talk(KeyValueStore& store, const ConnectOptions& options, const Identity& identity,
                                     const std::string& key = "written") {
   ConnectResult result = connect(store, options, identity);
@@ -59,7 +59,7 @@ inline std::string connect_and_talk(KeyValueStore& store, const ConnectOptions& 
   return connect_and_talk(store, options, Identity::of_this_process(), key);
 }
 
-// Names of the sockets that the ranks of this store have published.
+// Returns the names of the sockets that the ranks of this store have published.
 inline std::vector<std::string> published_sockets(const std::filesystem::path& directory) {
   std::vector<std::string> names;
   for (const auto& entry : std::filesystem::directory_iterator(directory)) {
@@ -72,7 +72,7 @@ inline std::vector<std::string> published_sockets(const std::filesystem::path& d
   return names;
 }
 
-// How many of them the kernel still has. By name: other groups may be alive on this machine.
+// Counts those that still exist in the kernel. By name, because other groups may be alive on this machine.
 inline int count_living(const std::vector<std::string>& names) {
   std::ifstream table("/proc/net/unix");
   int count = 0;

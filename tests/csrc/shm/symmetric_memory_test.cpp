@@ -1,4 +1,5 @@
-// GPU memory between processes, on the pretended driver: the pool's table, meetings, and buffers that all ranks map.
+// Tests GPU memory between processes on the pretended driver: the pool's table, meetings, and buffers mapped by all
+// ranks.
 #include "shm/symmetric_memory.hpp"
 
 #include <gtest/gtest.h>
@@ -35,7 +36,7 @@ TEST(ShareablePool, KnowsWhatLiesInItsSegments) {
   EXPECT_EQ(count_shareable(), 1u);
   ark_pool_free(first, 0, 0, nullptr);
   EXPECT_EQ(find_shareable(first, 1), nullptr);
-  first[5] = 7;  // held: still mapped
+  first[5] = 7;  // still held, so still mapped
   EXPECT_EQ(pretended().mappings, before.mappings + 1);
   const_cast<std::shared_ptr<const ShareableSegment>&>(held).reset();
   EXPECT_EQ(pretended(), before);
@@ -123,7 +124,7 @@ TEST_P(GroupSize, EveryRankMapsEveryHostsPart) {
       if (static_cast<char*>(memory->host(rank))[100 + peer] != 1 + peer)
         return "rank " + std::to_string(peer) + " is not heard";
     meeting.reset();
-    static_cast<char*>(memory->host(size - 1))[0] = 0;  // whatever became of its owner
+    static_cast<char*>(memory->host(size - 1))[0] = 0;  // stays mapped whatever happened to its owner
     memory.reset();
     return pretended() == before ? "shared" : "something is left";
   });
@@ -196,7 +197,7 @@ TEST(MemoryMeeting, WhatFailsOnOneRankFailsOnAllAndTheNextStepIsNew) {
                 throw Error(step == 3 ? ErrorKind::system : ErrorKind::type_error, "no " + std::to_string(step),
                             ErrorContext{-1, -1, "", 0, "Mend it."});
               }
-              // The others give what nobody takes: the next steps have to overlook it.
+              // The others give memory that nobody takes. The next steps must skip it.
               const DeviceMemory memory = DeviceMemory::allocate(rank, kMegabyte);
               for (int peer = 0; peer < 3; ++peer)
                 if (peer != rank) meeting->give(peer, memory.export_fd());
@@ -251,7 +252,7 @@ TEST(MemoryMeeting, ARankThatDoesNotComeIsNamed) {
   const auto& results = ranks.wait();
   EXPECT_EQ(results[0].text, "timeout 2 closed");
   EXPECT_EQ(results[1].text, "timeout 2 closed");
-  EXPECT_EQ(results[2].text, "mismatch 0 closed");  // it came, and they had gone
+  EXPECT_EQ(results[2].text, "mismatch 0 closed");  // it came after they had left
 }
 
 TEST(MemoryMeeting, ARankThatDiesIsNamed) {

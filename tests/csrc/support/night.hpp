@@ -1,11 +1,11 @@
-// How much of a long test runs: of the cases that only repeat a kind, a part in the gate and all at night.
+// Decides how many cases of a long test run: a part in the gate, all at night. For cases that only repeat a kind.
 #pragma once
 
 #include <cstdlib>
 
 namespace ark::test {
 
-// `all` in `make test-cpp` and its parts (ARK_TEST_NIGHT), else a quarter, at least one.
+// All in `make test-cpp` and its parts (ARK_TEST_NIGHT), otherwise a quarter, at least one.
 inline int cases(int all) {
   return std::getenv("ARK_TEST_NIGHT") != nullptr ? all : (all + 3) / 4;
 }

@@ -1,7 +1,7 @@
-// GPU memory without a GPU: the pretended driver's allocations are memfds and their mappings are real, so what one
-// process writes another one reads, descriptors are real ones, and what is not given back is counted. A device has 1
-// GB. Copies between such memory, and pinned memory of the host, are made; and peer access may lie (pretend_lie). All
-// other calls, for tests in C++ and from Python: tests/support/pretended.
+// GPU memory without a GPU. The pretended driver's allocations are memfds with real mappings, so that other processes
+// read what one writes, descriptors are real, and leaks are counted. A device has 1 GB. Copies between such memory and
+// pinned host memory work, and peer access can be made to fail (pretend_lie). tests/support/pretended has all other
+// driver calls, for C++ and Python.
 #include "support/pretended_driver.hpp"
 
 #include <sys/mman.h>
@@ -23,7 +23,7 @@ std::map<void*, size_t> registered;
 std::atomic<int> handles{0}, mappings{0};
 std::atomic<int> maps_that_fail{0}, host_memory{1};
 
-// What is mapped, or pinned; `peers`: which of the peers' mappings this is, from 1 on in the order of mapping.
+// A mapped or pinned range. `peers` numbers the mappings of peers' memory from 1 on, in mapping order.
 struct Range {
   size_t bytes;
   int peers;
@@ -38,7 +38,7 @@ struct Lie {
 } lie;
 std::atomic<bool> endless{false};
 
-// Null: memory that nobody may touch.
+// Returns null for memory that must not be accessed.
 const Range* range_of(CUdeviceptr at, size_t bytes) {
   auto found = ranges.upper_bound(at);
   if (found == ranges.begin()) return nullptr;

@@ -1,4 +1,4 @@
-// Test support: real processes and a rendezvous store that survives any of them being killed.
+// Test support: real processes, and a rendezvous store that survives when any of them is killed.
 #pragma once
 
 #include <fcntl.h>
@@ -33,7 +33,7 @@ inline double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// A directory of the test's own, removed at the end by the process that made it.
+// A temporary directory, removed at the end by the process that created it.
 class TemporaryDirectory {
  public:
   TemporaryDirectory() {
@@ -54,7 +54,7 @@ class TemporaryDirectory {
   pid_t owner_ = ::getpid();
 };
 
-// One file a key, put in place by rename: readers see all of a value or nothing.
+// One file per key, created by rename, so that readers see a complete value or none.
 class DirectoryStore : public KeyValueStore {
  public:
   explicit DirectoryStore(std::filesystem::path directory) : directory_(std::move(directory)) {}
@@ -92,7 +92,7 @@ class DirectoryStore : public KeyValueStore {
   static inline std::atomic<int> count_{0};  // two stores may serve two threads of one process
 };
 
-// Calls `before` ahead of every set and find, to be slow, stopped or killed at a chosen point.
+// Calls `before` before every set and find, to be slow, stopped or killed at a chosen point.
 class WatchedStore : public DirectoryStore {
  public:
   using Hook = std::function<void(const char* operation, const std::string& key)>;
@@ -114,12 +114,12 @@ class WatchedStore : public DirectoryStore {
 
 struct Result {
   std::string text;          // what the process returned, or "Error(kind, peer N): message"
-  double seconds = 0;        // from start to its last word
-  int status = 0;            // as waitpid gives it
+  double seconds = 0;        // from start to its last message
+  int status = 0;            // as from waitpid
   bool killed_late = false;  // it was still running at the limit
 };
 
-// Forks one process a rank; each runs `body` and reports the string it returns. Ranks that have not ended after
+// Forks one process per rank. Each runs `body` and reports the string that it returns. Ranks still running after
 // `limit` are killed, so that a test can fail but never hang.
 class Ranks {
  public:
@@ -152,7 +152,7 @@ class Ranks {
   pid_t pid(int rank) const { return pids_[rank]; }
   void signal(int rank, int number) { ::kill(pids_[rank], number); }
 
-  // Once all but rank `stuck` have ended, that one is killed too.
+  // When only rank `stuck` is left, it is killed too.
   const std::vector<Result>& wait(double limit = 30, int stuck = -1) {
     std::vector<bool> open(pids_.size(), true);
     for (;;) {

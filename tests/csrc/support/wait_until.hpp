@@ -1,4 +1,4 @@
-// Waits of tests between threads, with a bound: a broken protocol ends the program in words rather than hang it.
+// Bounded waits of tests between threads: a broken protocol ends the program with a message instead of a hang.
 #pragma once
 
 #include <chrono>

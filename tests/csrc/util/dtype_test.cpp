@@ -1,4 +1,4 @@
-// Sizes, names and the numbers that travel between processes.
+// Tests sizes, names, and the numbers that travel between processes.
 #include "util/dtype.hpp"
 
 #include <gtest/gtest.h>

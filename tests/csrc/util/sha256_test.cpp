@@ -1,4 +1,4 @@
-// SHA-256 against the vectors of FIPS 180-4 (NIST's examples) and around every block boundary.
+// Tests SHA-256 with the vectors of FIPS 180-4 (NIST's examples) and around every block boundary.
 #include "util/sha256.hpp"
 
 #include <gtest/gtest.h>

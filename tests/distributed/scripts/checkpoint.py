@@ -1,4 +1,4 @@
-"""Distributed checkpoint of an FSDP2 model: save, load into another model, async_save with a group of its own."""
+"""Distributed checkpoint of an FSDP2 model: save, load into another model, async_save with its own group."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def main() -> None:
     state = {"model": model_state, "optimizer": optimizer_state, "step": torch.tensor(3)}
     dcp.save(state, checkpoint_id=f"{folder[0]}/sync")
     pending = dcp.async_save(state, checkpoint_id=f"{folder[0]}/async", process_group=own_group)
-    for _ in range(50):  # the world works while the checkpoint is written from another thread
+    for _ in range(50):  # the world group works while another thread writes the checkpoint
         tensor = torch.ones(1000, device=common.DEVICE)
         dist.all_reduce(tensor)
         assert tensor[0].item() == world

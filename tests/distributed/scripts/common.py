@@ -1,7 +1,7 @@
-"""What the scripts share: the group, a model, one batch a step, and the answer of one process.
+"""Shared code of the scripts: the group, a model, one batch per step, and the one-process result.
 
-ARK_TEST_DEVICE=cuda puts everything on GPUs, rank r on the GPU r. tests/gpu calls main() in ranks that have a group
-already, which is then used and left as it is.
+ARK_TEST_DEVICE=cuda puts everything on GPUs, rank r on GPU r. tests/gpu calls main() in ranks that already have a
+group, which is then used and not destroyed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def mine(tensor: torch.Tensor, rank: int, world: int) -> torch.Tensor:
 def train_alone(
     steps: int, optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None, model: nn.Module | None = None
 ) -> nn.Module:
-    """The same training in one process on whole batches."""
+    """Trains the same in one process on whole batches."""
     model = model or make_model()
     chosen = optimizer(model) if optimizer else torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(steps):

@@ -1,4 +1,4 @@
-"""DistributedDataParallel against one process: plain, many buckets, unused parameters, accumulation, hooks."""
+"""Compares DistributedDataParallel with one process: plain, many buckets, unused parameters, accumulation, hooks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def loss_of(model: nn.Module) -> float:
 
 
 class Branches(nn.Module):
-    """One branch a step; the other's parameters get no gradient."""
+    """Uses one branch per step. The other's parameters get no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,9 +73,9 @@ def main() -> None:
         model.register_comm_hook(None, hook)
         train(model, rank, world)
         common.assert_same_weights(model.module.state_dict(), alone, tolerance=2e-3)
-    for attempt in range(6):  # its callbacks run collectives and wait for them
-        # One bucket: with several, the callbacks of one and the main thread's next race for the group, so that the
-        # ranks issue in different orders. That is so over any CPU backend (ark says "ranks disagree").
+    for attempt in range(6):  # PowerSGD's callbacks run collectives and wait for them
+        # One bucket. With several, the callbacks of one and the main thread's next bucket race for the group, and ranks
+        # issue in different orders. This happens over any CPU backend (ark reports "ranks disagree").
         model = DDP(common.make_model(128))
         state = powersgd.PowerSGDState(
             process_group=None,

@@ -1,4 +1,4 @@
-"""A rank that dies once: torchrun starts all again, on the same store. argv: folder for the markers, how to die."""
+"""A rank that dies once. torchrun restarts all ranks on the same store. argv: folder for the markers, how to die."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fully_shard against one process: plain, without resharding, mixed precision, gradient clipping, a 2-D mesh."""
+"""Compares fully_shard with one process: plain, no resharding, mixed precision, gradient clipping, a 2-D mesh."""
 
 from __future__ import annotations
 

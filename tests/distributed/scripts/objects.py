@@ -1,4 +1,4 @@
-"""Object collectives, the monitored barrier and a work queue in the store, as launched by torchrun."""
+"""Object collectives, the monitored barrier and a work queue in the store, launched by torchrun."""
 
 from __future__ import annotations
 

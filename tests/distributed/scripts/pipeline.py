@@ -1,4 +1,4 @@
-"""Pipeline schedules against one process: every stage sends before its neighbour receives."""
+"""Compares pipeline schedules with one process. Every stage sends before its neighbour receives."""
 
 from __future__ import annotations
 

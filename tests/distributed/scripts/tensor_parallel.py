@@ -1,4 +1,4 @@
-"""DTensor's redistributions and a tensor-parallel block against the same on one process."""
+"""Compares DTensor's redistributions and a tensor-parallel block with one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Block(nn.Module):
 def redistributions(world: int) -> None:
     mesh = init_device_mesh(common.KIND, (world,))
     torch.manual_seed(5)
-    whole = torch.randn(10, 12).to(common.DEVICE)  # dimensions that the ranks do not divide evenly
+    whole = torch.randn(10, 12).to(common.DEVICE)  # dimensions that are not divisible by the number of ranks
     places = [Replicate(), Shard(0), Shard(1)]
     for before, after in itertools.product(places, places):
         moved = distribute_tensor(whole, mesh, [before]).redistribute(mesh, [after])

@@ -1,4 +1,4 @@
-"""One rank of a group whose members may share no memory: every operation, against the bit-exact reference."""
+"""One rank of a group whose members may not share memory. Compares every operation with the bit-exact reference."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from support.reference import assert_same_bits, join, make_input, reduce
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-# The machine of every rank, as test_namespaces.py placed them.
+# The machine of every rank, as assigned by test_namespaces.py.
 NODES = [int(node) for node in os.environ["ARK_TEST_PLACEMENT"].split(",")]
 
 
 def collectives(rank: int, world: int, group: Any) -> None:
-    """`rank` and `world` are those in the group; its members are a prefix or suffix of the world in order."""
+    """`rank` and `world` are those in the group. Its members are a prefix or suffix of the world, in order."""
     base = dist.get_global_rank(group, 0)
     nodes = [NODES[dist.get_global_rank(group, r)] for r in range(world)]
 
@@ -70,7 +70,7 @@ def collectives(rank: int, world: int, group: Any) -> None:
         strided = inputs[rank].repeat_interleave(2)[::2]
         dist.all_reduce(strided, group=group)
         assert_same_bits(strided, reduced(inputs, "SUM"), f"strided {dtype}")
-    # Large ones, in chunks.
+    # Large tensors, in chunks.
     for dtype, count in ((torch.float32, 700_001), (torch.bfloat16, 300_001), (torch.int64, 200_003)):
         inputs = [make_input(dtype, count, 77, r) for r in range(world)]
         for op in ("SUM", "MAX", "AVG"):

@@ -1,4 +1,4 @@
-"""ZeroRedundancyOptimizer with DDP against Adam in one process; consolidated state; uneven inputs with join."""
+"""Compares ZeroRedundancyOptimizer under DDP with Adam in one process; consolidated state; uneven inputs (join)."""
 
 from __future__ import annotations
 

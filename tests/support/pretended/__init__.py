@@ -1,7 +1,7 @@
-"""A pretended CUDA device, driver and NVRTC, so that the host's side of CUDA tensors runs where there is no GPU.
+"""A pretended CUDA device, driver and NVRTC, to run the host side of CUDA tensors without a GPU.
 
-`build()` compiles them; a rank's body calls `enter()` before it makes a group. No kernel runs: what ark's own kernels
-were to do is not done, what a carrier does (PyTorch's NCCL, here a Recorder) is real, in host memory.
+`build()` compiles them. A rank's body calls `enter()` before it creates a group. No kernel runs: the effects of ark's
+own kernels are missing, but a carrier (PyTorch's NCCL, here a Recorder) really works, in host memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ device: Any = None  # the module pretended_device
 
 
 def build(folder: Path) -> dict[str, str | None]:
-    """Compiles all of it into the folder, once for all that ask; returns the environment of ranks."""
+    """Compiles everything into the folder, once for all callers. Returns the environment of ranks."""
     folder.mkdir(exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -58,29 +58,31 @@ def _compile(folder: Path) -> None:
 
 
 def enter(with_driver: bool = True) -> None:
-    """In a rank, before its first group: from here on this process has a GPU, or seems to."""
+    """Called in a rank before its first group. Afterwards this process seems to have a GPU."""
     global driver, device
     folder = Path(os.environ["ARK_TEST_PRETENDED"])
     if with_driver:
-        driver = ctypes.CDLL(str(folder / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)  # found by its name from here on
+        driver = ctypes.CDLL(str(folder / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)  # later found by its name
         for name in ("pretend_capture", "pretend_graph_end"):
             getattr(driver, name).argtypes = [ctypes.c_uint64]
     spec = importlib.util.spec_from_file_location("pretended_device", folder / "pretended_device.so")
     assert spec is not None and spec.loader is not None
     device = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(device)
-    torch.cuda.get_device_capability = lambda *_: (9, 0)  # asked by torch.distributed for float8
+    torch.cuda.get_device_capability = lambda *_: (9, 0)  # torch.distributed asks for it because of float8
 
 
 def on(rank: int, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of "cuda:rank" over the host tensor's memory."""
+    """Returns a tensor of "cuda:rank" over the host tensor's memory."""
     made = device.tensor(tensor, rank)
     assert isinstance(made, torch.Tensor)
     return made
 
 
 class Carriers:
-    """Makes what stands in for NCCL, and keeps it. `inner`: groups that carry for them, made ahead since ranks meet."""
+    """Creates and keeps stand-ins for NCCL. `inner` are groups that carry for them, created ahead because all ranks
+    must join.
+    """
 
     def __init__(self, inner: list[dist.ProcessGroup], fails: bool = False, name: str = "nccl") -> None:
         self._inner, self._fails, self._name = inner, fails, name

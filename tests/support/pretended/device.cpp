@@ -1,6 +1,6 @@
-// A pretended CUDA device for tests of the host's side: PyTorch's streams and events of "cuda" that do nothing, tensors
-// of "cuda" that lie in host memory, and a backend that stands in for NCCL: it carries what it is given by another
-// group, on the same memory, and remembers what it was asked for.
+// A pretended CUDA device for tests of the host side. PyTorch's "cuda" streams and events do nothing, and "cuda"
+// tensors are in host memory. A backend stands in for NCCL: it carries operations by another group on the same memory,
+// and records them.
 #include <ATen/ATen.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/utils/pybind.h>
@@ -20,10 +20,10 @@ using Tensors = std::vector<at::Tensor>;
 
 thread_local DeviceIndex current_device = 0;
 thread_local StreamId current_stream = 0;
-std::atomic<bool> lagging{false};  // no event has passed
+std::atomic<bool> lagging{false};  // no event has completed
 using Step = std::tuple<std::string, intptr_t, StreamId>;
 std::mutex steps_mutex;
-std::vector<Step> steps;  // which event was recorded on a stream, or made it wait
+std::vector<Step> steps;  // events recorded on a stream or waited for by it
 
 void note_step(const char* what, void* event, const Stream& stream) {
   const std::lock_guard lock(steps_mutex);
@@ -189,7 +189,7 @@ class Recorder : public c10d::Backend {
     if (raises_ && call.find("connect") == std::string::npos) throw std::runtime_error("unhandled cuda error");
   }
 
-  const c10::intrusive_ptr<c10d::Backend>& inner_;  // given up: it holds functions of Python, which may have ended
+  const c10::intrusive_ptr<c10d::Backend>& inner_;  // leaked: its Python functions may outlive the interpreter
   const bool fails_;
   const std::string name_;
   std::mutex mutex_;
@@ -210,7 +210,7 @@ PYBIND11_MODULE(pretended_device, m) {
   m.def("mark", [](const char* what) {
     note_step(what, nullptr, Stream(Stream::UNSAFE, Device(DeviceType::CUDA, 0), current_stream));
   });
-  m.def("steps", [] {  // since it was asked last
+  m.def("steps", [] {  // since the last call
     const std::lock_guard lock(steps_mutex);
     return std::exchange(steps, {});
   });

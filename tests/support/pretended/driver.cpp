@@ -1,8 +1,7 @@
-// A pretended libcuda: every call succeeds and does nothing, what tests want otherwise is set by the pretend_...
-// functions. Memory that ranks share is real host memory (tests/csrc/support/pretended_memory.cpp), other memory is
-// addresses that nobody may touch. No kernel ever runs but that of the test of peers (cuda/peer_test.cuh). Tests from
-// Python load it before torch's own is asked for
-// (__init__.py), tests in C++ link it (tests/CMakeLists.txt).
+// A pretended libcuda. Every call succeeds and does nothing, unless a test asks for more by the pretend_... functions.
+// Memory that ranks share is real host memory (tests/csrc/support/pretended_memory.cpp); other memory is addresses that
+// must not be accessed. The only kernel that runs is that of the peer test (cuda/peer_test.cuh). Python tests load the
+// library before torch's own would be loaded (__init__.py); C++ tests link it (tests/CMakeLists.txt).
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -32,7 +31,7 @@ std::atomic<int> shared{232448}, local{0}, resident{2};
 std::atomic<uint64_t> capture{0}, next_address{uint64_t{1} << 40};
 thread_local void* context = nullptr;
 
-// What graphs hold: a graph is its capture's id.
+// Objects owned by graphs. A graph is its capture's id.
 using UserObject = std::pair<CUhostFn, void*>;
 std::mutex graphs_mutex;
 std::multimap<uint64_t, UserObject> held;
@@ -71,7 +70,7 @@ void pretend_reach(int value) {
 void pretend_capture(uint64_t id) {
   capture = id;
 }
-// The graph of a capture is gone, and what was instantiated from it.
+// The capture's graph, and all its instances, are destroyed.
 void pretend_graph_end(uint64_t id) {
   std::multimap<uint64_t, UserObject> its;
   {
@@ -86,7 +85,7 @@ void pretend_refuse_to_hold(int value) {
 int pretend_launches() {
   return launched;
 }
-// Others, that wrote into a peer's memory to see whether values arrive.
+// Counts tests that wrote into a peer's memory to see whether values arrive.
 int pretend_tests() {
   return tests;
 }

@@ -1,4 +1,4 @@
-// What driver.cpp does not say, of all that ark_torch asks of libcuda: it succeeds.
+// The rest of libcuda that ark_torch uses but driver.cpp does not define: functions that just succeed.
 #include "cuda/driver.hpp"
 
 using namespace ark;

@@ -1,4 +1,4 @@
-"""Groups on the pretended device: what stands in for NCCL, what people are told, and every collective once."""
+"""Groups on the pretended device: the stand-in for NCCL, the log lines, and every collective once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support import pretended
 from support.rank import Rank
 from support.told import Lines
 
-BIG, SMALL = 6144, 1536  # elements of float32; the table below gives NCCL what has 24 KB and more
+BIG, SMALL = 6144, 1536  # elements of float32; the table below gives NCCL tensors of 24 KB and more
 FROM = 4 * BIG
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 MOVING = ("all_gather", "broadcast", "all_to_all")
@@ -27,7 +27,7 @@ def table(size: int, names: tuple[str, ...] = REDUCING + MOVING) -> list[tuple[i
 def begin(
     rank: Rank, fails: bool = False, carrier: str = "nccl", **options: Any
 ) -> tuple[Any, pretended.Carriers, Lines]:
-    """The world group on the pretended device, carriers for it, and what it tells people."""
+    """Returns the world group on the pretended device, its carriers, and the lines that it logs."""
     pretended.enter()
     pretended.device.set_device(rank.rank)
     lines = Lines()
@@ -48,12 +48,14 @@ def on_rank(rank: Rank, values: Any) -> torch.Tensor:
 
 
 def host(tensor: torch.Tensor) -> torch.Tensor:
-    """The host memory behind a pretended tensor."""
+    """Returns the host memory behind a pretended tensor."""
     return pretended.device.host(tensor)  # type: ignore[no-any-return]
 
 
 def every(rank: Rank, group: Any, count: int, async_op: bool = False) -> dict[str, bool]:
-    """Every collective once, `count` elements in the tensor that the table looks at; name -> was it carried."""
+    """Runs every collective once, with `count` elements in the tensor that the table checks. Returns which were
+    carried.
+    """
     me, size = rank.rank, rank.world_size
     total, part = float(sum(r + 1 for r in range(size))), count // size
     done: dict[str, bool] = {}
@@ -63,7 +65,7 @@ def every(rank: Rank, group: Any, count: int, async_op: bool = False) -> dict[st
             work.wait()
 
     def note(name: str, tensor: torch.Tensor, expected: list[float]) -> None:
-        # One value for each of `expected` equal pieces.
+        # One value for each of `expected`'s equal pieces.
         pieces = [set(piece.tolist()) for piece in host(tensor).flatten().chunk(len(expected))]
         done[name] = pieces == [{value} for value in expected]
 

@@ -1,4 +1,4 @@
-// A pretended NVRTC: it compiles everything to the same few bytes.
+// A pretended NVRTC. It compiles every source to the same few bytes.
 #include <cstddef>
 #include <cstring>
 

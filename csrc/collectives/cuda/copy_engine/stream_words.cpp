@@ -1,4 +1,5 @@
-// Implements stream_words.hpp.
+// Collects waits and writes of words, and enqueues them with one driver call (cuStreamBatchMemOp), because each call
+// costs host time. A wait also resets its word, which prepares it for the next use or replay.
 #include "collectives/cuda/copy_engine/stream_words.hpp"
 
 namespace ark {

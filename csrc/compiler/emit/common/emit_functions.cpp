@@ -70,7 +70,7 @@ void StageFunctions::write_head(FunctionWriter& writer, const Unit& unit) {
   for (const int buffer : kept_in(plan_, unit.stage, loop::kKeptBytes)) writer.keep(buffer);
   writer.open("");
   writer.turn_to(head);
-  writer.line("[[maybe_unused]] constexpr int64_t begin = 0, end = " + std::to_string(head.extent) + ";");
+  writer.line("[[maybe_unused]] constexpr int64_t begin = 0, end = {};", head.extent);
   write(writer, head);
   writer.close();
   writer.line("sync();");
@@ -138,17 +138,16 @@ void StageFunctions::add(const Unit& unit) {
   write(writer, stage);
   scratch_bytes_ = std::max(scratch_bytes_, writer.scratch_bytes());
   if (writer.operands().size() > kMostOperands) {
-    throw Error(ErrorKind::invalid_argument, stage.name + " (" + stage.origin + ") has " +
-                                                 std::to_string(writer.operands().size()) +
-                                                 " operands, more than a task can have");
+    throw Error(ErrorKind::invalid_argument, formatted("{} ({}) has {} operands, more than a task can have", stage.name,
+                                                       stage.origin, writer.operands().size()));
   }
   const std::string body = writer.body();
   auto [known, fresh] = known_.try_emplace(body, texts_.size());
   if (fresh) {
     texts_.push_back({});
-    const std::string head =
-        unit.head < 0 ? "" : std::string(name_of_kind(plan_.stages[static_cast<size_t>(unit.head)])) + "_";
-    names_.push_back(head + name_of_kind(stage) + "_" + std::to_string(known->second));
+    std::string name = formatted("{}_{}", name_of_kind(stage), known->second);
+    if (unit.head >= 0) name = formatted("{}_{}", name_of_kind(plan_.stages[static_cast<size_t>(unit.head)]), name);
+    names_.push_back(name);
     const bool by_alignment = std::ranges::count(writer.aligned(), true) > 0;
     misaligned_.push_back(by_alignment ? names_.back() + "_misaligned" : "");
   }
@@ -159,25 +158,26 @@ void StageFunctions::add(const Unit& unit) {
   const std::string before = unit.head < 0 ? "" : plan_.stages[static_cast<size_t>(unit.head)].name + ", ";
   users.push_back(in_comment(before + stage.name + ": " + stage.origin));
   std::string text;
-  for (size_t i = 0; i < users.size() && i < 4; ++i) text += "// " + users[i] + "\n";
-  if (users.size() > 4) text += "// and " + std::to_string(users.size() - 4) + " more\n";
+  for (size_t i = 0; i < users.size() && i < 4; ++i) append(text, "// {}\n", users[i]);
+  if (users.size() > 4) append(text, "// and {} more\n", users.size() - 4);
   const bool cuda = code_ == Code::cuda, groups = writer.by_groups() && plan_.target.name == "sm_90a";
   by_groups_ = by_groups_ || groups;
   const std::string &name = names_[known->second], &misaligned = misaligned_[known->second];
-  const std::string head_of_task = "([[maybe_unused]] Context context, Operands p) {\n";
+  const char* const of_task = "[[maybe_unused]] Context context, Operands p";
   // Only in an inlined function does ptxas keep the warp groups' multiplications (wgmma) asynchronous.
-  text += (misaligned.empty() ? "" : "template <bool kAligned>\n") +
-          std::string(groups ? "ARK_LOOP "
-                      : cuda ? "__device__ __noinline__ "
-                             : "") +
-          "void " + name +
-          (cuda ? head_of_task +
-                      "  [[maybe_unused]] const int64_t begin = context.task().begin, end = context.task().end;\n"
-                : "([[maybe_unused]] const Context& context, char* const* p, [[maybe_unused]] int64_t begin, "
-                  "[[maybe_unused]] int64_t end) {\n") +
-          body + "}\n";
+  if (!misaligned.empty()) text += "template <bool kAligned>\n";
+  if (cuda)
+    append(text,
+           "{} void {}({}) {{\n"
+           "  [[maybe_unused]] const int64_t begin = context.task().begin, end = context.task().end;\n{}}}\n",
+           groups ? "ARK_LOOP" : "__device__ __noinline__", name, of_task, body);
+  else
+    append(text,
+           "void {}([[maybe_unused]] const Context& context, char* const* p, [[maybe_unused]] int64_t begin, "
+           "[[maybe_unused]] int64_t end) {{\n{}}}\n",
+           name, body);
   if (!misaligned.empty())  // for operands that are not aligned
-    text += "__device__ __noinline__ void " + misaligned + head_of_task + "  " + name + "<false>(context, p);\n}\n";
+    append(text, "__device__ __noinline__ void {}({}) {{\n  {}<false>(context, p);\n}}\n", misaligned, of_task, name);
   texts_[known->second] = text;
 }
 

@@ -56,9 +56,9 @@ class RowEmitter {
   static std::string further(const Instruction& one, int i);
   void column_instruction(int i, const std::set<int>& keep);
   int64_t step(const Instruction& one) const { return RowNest::stride(one, nest_.vector()); }
-  const char* form(const Instruction& one) const { return step(one) == 1 ? "(" : "_strided("; }
-  std::string kept_turn(int i) const { return "k" + std::to_string(i) + "[turn]"; }
-  std::string kept(int i) const { return "k" + std::to_string(i) + " + " + nest_.kept_place(); }
+  const char* form(const Instruction& one) const { return step(one) == 1 ? "" : "_strided"; }
+  std::string kept_turn(int i) const { return formatted("k{}[turn]", i); }
+  std::string kept(int i) const { return formatted("k{} + {}", i, nest_.kept_place()); }
 
   // emit_cuda_rows.cpp.
   void open_threads();

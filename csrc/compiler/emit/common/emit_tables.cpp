@@ -4,7 +4,14 @@
 #include <algorithm>
 #include <map>
 
+#include "util/format.hpp"
+
 namespace ark::compiler {
+
+std::string made_from(const Plan& plan) {
+  return formatted("// Made by ark_torch from a plan of {} stages, {} tasks and {} events for {} workers.\n",
+                   plan.stages.size(), plan.tasks.size(), plan.events.size(), plan.queues.size());
+}
 
 Place place_of(const Plan& plan, int index, int64_t extra) {
   const Value& value = plan.graph.values()[static_cast<size_t>(index)];
@@ -25,8 +32,7 @@ EventTables::EventTables(const Plan& plan) {
       for (const int event : carried ? task.carried : task.waits) {
         if (plan.events.at(static_cast<size_t>(event)).packets) continue;
         if (count++ % 12 == 0) waits += count == 1 ? "    " : "\n    ";
-        waits += "{" + std::to_string(event) + ", " +
-                 std::to_string(plan.events.at(static_cast<size_t>(event)).threshold) + "}, ";
+        append(waits, "{{{}, {}}}, ", event, plan.events.at(static_cast<size_t>(event)).threshold);
       }
       if (!carried) wait_count.push_back(count - first_wait.back());
     }
@@ -38,7 +44,7 @@ EventTables::EventTables(const Plan& plan) {
     for (const int event : task.signals) {
       if (plan.events.at(static_cast<size_t>(event)).packets) continue;
       if (count++ % 24 == 0) signals += count == 1 ? "    " : "\n    ";
-      signals += std::to_string(event) + ", ";
+      append(signals, "{}, ", event);
     }
     signal_count.push_back(count - first_signal.back());
   }

@@ -9,6 +9,9 @@
 
 namespace ark::compiler {
 
+// The source's first line.
+std::string made_from(const Plan& plan);
+
 // The address of a value's first element plus `extra` bytes. The value is not a literal.
 struct Place {
   enum Base : uint8_t { input, output, arena, own, packets } base = arena;

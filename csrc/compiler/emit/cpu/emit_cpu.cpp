@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <map>
-#include <sstream>
 #include <string>
 #include <variant>
 #include <vector>
@@ -21,16 +20,13 @@ class CpuEmitter {
   explicit CpuEmitter(const Plan& plan) : plan_(checked(plan)), functions_(plan, Code::cpu) {}
 
   std::string source() {
-    std::ostringstream out;
-    out << "// Made by ark_torch from a plan of " << plan_.stages.size() << " stages, " << plan_.tasks.size()
-        << " tasks and " << plan_.events.size() << " events for " << plan_.queues.size()
-        << " workers.\n"
-           "#include \"cpu/attention.hpp\"\n#include \"cpu/gather.hpp\"\n#include \"cpu/loop.hpp\"\n"
-           "#include \"cpu/matmul.hpp\"\n#include \"cpu/reduce.hpp\"\n"
-        << rare_includes() << "\nnamespace {\n\nusing namespace ark::cpu;\n";
-    for (const std::string& text : functions_.texts()) out << "\n" << text;
+    std::string out = made_from(plan_);
+    for (const char* header : {"attention", "gather", "loop", "matmul", "reduce"})
+      append(out, "#include \"cpu/{}.hpp\"\n", header);
+    append(out, "{}\nnamespace {{\n\nusing namespace ark::cpu;\n", rare_includes());
+    for (const std::string& text : functions_.texts()) append(out, "\n{}", text);
     tables(out);
-    return out.str();
+    return out;
   }
 
  private:
@@ -66,60 +62,63 @@ class CpuEmitter {
   std::string operand(int value, int64_t extra) const {
     static constexpr const char* bases[] = {"input", "output", "arena", "own"};
     const Place place = place_of(plan_, value, extra);
-    return std::string("{Operand::") + bases[place.base] + ", " + std::to_string(place.argument) + ", " +
-           std::to_string(place.offset) + "}";
+    return formatted("{{Operand::{}, {}, {}}}", bases[place.base], place.argument, place.offset);
   }
 
-  void tables(std::ostream& out) {
-    out << "\nconstexpr Operand kOperands[] = {\n";
+  void tables(std::string& out) const {
+    out += "\nconstexpr Operand kOperands[] = {\n";
     std::vector<int> first;
     int count = 0;
     for (size_t i = 0; i < plan_.stages.size(); ++i) {
       first.push_back(count);
       count += static_cast<int>(functions_.operands(i).size());
-      out << "    ";
-      for (const int value : functions_.operands(i)) out << operand(value, 0) << ", ";
-      out << " // " << first.back() << ": stage " << i << ", " << in_comment(plan_.stages[i].name) << "\n";
+      out += "    ";
+      for (const int value : functions_.operands(i)) append(out, "{}, ", operand(value, 0));
+      append(out, " // {}: stage {}, {}\n", first.back(), i, in_comment(plan_.stages[i].name));
     }
     const EventTables events(plan_);
-    out << "    {}};\n\n// Events and how often each is bumped in a step.\nconstexpr WaitFor kWaits[] = {\n"
-        << events.waits << "{}};\nconstexpr int32_t kSignals[] = {\n"
-        << events.signals << "-1};\n";
+    append(out,
+           "    {{}}}};\n\n// Events and how often each is bumped in a step.\n"
+           "constexpr WaitFor kWaits[] = {{\n{}{{}}}};\nconstexpr int32_t kSignals[] = {{\n{}-1}};\n",
+           events.waits, events.signals);
     for (size_t q = 0; q < plan_.queues.size(); ++q) {
       const Queue& queue = plan_.queues[q];
       std::map<int, int> position;
-      out << "\n// Function, tile, task and stage; first and number of operands, waits, waits for the step\n// before "
-             "and signals.\n"
-          << "constexpr TaskEntry kTasks" << q << "[] = {\n";
+      append(out,
+             "\n// Function, tile, task and stage; first and number of operands, waits, waits for the step\n"
+             "// before and signals.\nconstexpr TaskEntry kTasks{}[] = {{\n",
+             q);
       for (const int index : queue.tasks) {
         const Task& task = plan_.tasks.at(static_cast<size_t>(index));
         const size_t t = static_cast<size_t>(index), s = static_cast<size_t>(task.stage);
         position.try_emplace(index, static_cast<int>(position.size()));
-        out << "    {" << functions_.names()[functions_.function_of(s)] << ", " << task.begin << ", " << task.end
-            << ", " << index << ", " << task.stage << ", " << first[s] << ", " << functions_.operands(s).size() << ", "
-            << events.first_wait[t] << ", " << task.waits.size() << ", " << events.first_carried[t] << ", "
-            << task.carried.size() << ", " << events.first_signal[t] << ", " << task.signals.size() << "},\n";
+        append(out, "    {{{}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}}},\n",
+               functions_.names()[functions_.function_of(s)], task.begin, task.end, index, task.stage, first[s],
+               functions_.operands(s).size(), events.first_wait[t], task.waits.size(), events.first_carried[t],
+               task.carried.size(), events.first_signal[t], task.signals.size());
       }
-      out << "    {}};\nconstexpr LoadEntry kLoads" << q << "[] = {\n";
+      append(out, "    {{}}}};\nconstexpr LoadEntry kLoads{}[] = {{\n", q);
       for (const Load& load : merged_loads(queue.loads)) {
         // The load's offset is relative to the buffer.
         const Value& value = plan_.graph.values()[static_cast<size_t>(load.value)];
-        out << "    {" << operand(load.value, load.offset - value.offset * size_of(value.type)) << ", "
-            << position.at(load.task) << ", " << load.rows << ", " << load.bytes << ", " << load.stride << "},\n";
+        append(out, "    {{{}, {}, {}, {}, {}}},\n",
+               operand(load.value, load.offset - value.offset * size_of(value.type)), position.at(load.task), load.rows,
+               load.bytes, load.stride);
       }
-      out << "    {}};\n";
+      out += "    {}};\n";
     }
-    out << "\nconstexpr QueueEntry kQueues[] = {\n";
+    out += "\nconstexpr QueueEntry kQueues[] = {\n";
     for (size_t q = 0; q < plan_.queues.size(); ++q)
-      out << "    {kTasks" << q << ", " << plan_.queues[q].tasks.size() << ", kLoads" << q << ", "
-          << merged_loads(plan_.queues[q].loads).size() << "},\n";
-    out << "};\nconstexpr Tables kTables{kQueues, kOperands, kWaits, kSignals, "
-        << plan_.target.pages * plan_.target.page_bytes << ", " << plan_.tasks.size() << "};\n\n}  // namespace\n\n"
-        << "extern \"C\" __attribute__((visibility(\"default\"))) const PlanInfo " << kInfoSymbol << "{kAbi, "
-        << plan_.queues.size() << ", " << plan_.events.size() << ", " << plan_.tasks.size() << ", "
-        << functions_.scratch_bytes() << "};\n"
-        << "extern \"C\" __attribute__((visibility(\"default\"))) void " << kRunSymbol
-        << "(const Launch* launch, int worker) {\n  run_worker(*launch, kTables, worker);\n}\n";
+      append(out, "    {{kTasks{0}, {1}, kLoads{0}, {2}}},\n", q, plan_.queues[q].tasks.size(),
+             merged_loads(plan_.queues[q].loads).size());
+    append(out,
+           "}};\nconstexpr Tables kTables{{kQueues, kOperands, kWaits, kSignals, {}, {}}};\n\n}}  // namespace\n\n",
+           plan_.target.pages * plan_.target.page_bytes, plan_.tasks.size());
+    constexpr const char* exported = "extern \"C\" __attribute__((visibility(\"default\")))";
+    append(out, "{} const PlanInfo {}{{kAbi, {}, {}, {}, {}}};\n", exported, kInfoSymbol, plan_.queues.size(),
+           plan_.events.size(), plan_.tasks.size(), functions_.scratch_bytes());
+    append(out, "{} void {}(const Launch* launch, int worker) {{\n  run_worker(*launch, kTables, worker);\n}}\n",
+           exported, kRunSymbol);
   }
 
   const Plan& plan_;

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 
 #include "compiler/passes/cache_policy.hpp"
 #include "util/error.hpp"
@@ -25,7 +24,7 @@ CachePolicy FunctionWriter::cache_of(int value, bool write) const {
 }
 
 std::string FunctionWriter::cache_text(int value) const {
-  return std::string("Cache::") + name_of(cache_of(value, false));
+  return formatted("Cache::{}", name_of(cache_of(value, false)));
 }
 
 std::string FunctionWriter::named(int value, bool write, CachePolicy cache) {
@@ -34,18 +33,18 @@ std::string FunctionWriter::named(int value, bool write, CachePolicy cache) {
     const auto at = found - kept_values_.begin();
     if (found == kept_values_.end()) kept_values_.push_back(value);
     blocks_.back().kept.insert(static_cast<size_t>(at));
-    return "kept" + std::to_string(at);
+    return formatted("kept{}", at);
   }
   const size_t i = operand(value, write);
   blocks_.back().named.insert(i);
   caches_[i].insert(cache);
-  return "p" + std::to_string(i);
+  return formatted("p{}", i);
 }
 
 std::string FunctionWriter::pointer_later(int value, bool write) {
   if (!cuda() || is_polled(value) || kept_.count(graph_.values()[value].buffer) != 0) return pointer(value, write);
-  return std::string("later<") + (write ? "" : "const ") + cpp_type(this->value(value).type) + ">(p, " +
-         std::to_string(operand(value, write)) + ")";
+  return formatted("later<{}{}>(p, {})", write ? "" : "const ", cpp_type(this->value(value).type),
+                   operand(value, write));
 }
 
 size_t FunctionWriter::operand(int value, bool write) {
@@ -103,23 +102,23 @@ int64_t FunctionWriter::scratch(int64_t bytes) {
 }
 
 std::string FunctionWriter::scratch_at(int64_t offset) const {
-  return (cuda() ? "worker().scratch + " : "context.scratch + ") + std::to_string(offset);
+  return formatted("{}.scratch + {}", cuda() ? "worker()" : "context", offset);
 }
 
 void FunctionWriter::refuse(const std::string& why) const {
   ErrorContext context;
   context.remedy = "Leave this operator to another backend.";
   throw Error(ErrorKind::invalid_argument,
-              std::string("the ") + (cuda() ? "CUDA" : "CPU") + " target cannot run stage " + stage_->name + " (" +
-                  stage_->origin + "): " + why,
+              formatted("the {} target cannot run stage {} ({}): {}", cuda() ? "CUDA" : "CPU", stage_->name,
+                        stage_->origin, why),
               context);
 }
 
 std::string FunctionWriter::scaled(const std::string& name, int64_t length) const {
   if (length == stage_->extent) return name;
-  if (length % stage_->extent == 0) return name + " * " + std::to_string(length / stage_->extent);
-  if (stage_->extent % length == 0) return name + " / " + std::to_string(stage_->extent / length);
-  return name + " * " + std::to_string(length) + " / " + std::to_string(stage_->extent);
+  if (length % stage_->extent == 0) return formatted("{} * {}", name, length / stage_->extent);
+  if (stage_->extent % length == 0) return formatted("{} / {}", name, stage_->extent / length);
+  return formatted("{} * {} / {}", name, length, stage_->extent);
 }
 
 int FunctionWriter::axis_of(int value, bool write) const {
@@ -137,27 +136,24 @@ std::string FunctionWriter::body() const {
       const auto polled = polled_.find(operand.buffer);
       const bool hinted =
           polled == polled_.end() && caches_[one].size() == 1 && *caches_[one].begin() != CachePolicy::normal;
-      const std::string plain = cpp_type(operand.type), number = std::to_string(one);
-      const std::string element =
-          hinted ? "Hinted<" + plain + ", Cache::" + name_of(*caches_[one].begin()) + ">" : plain;
+      std::string element = cpp_type(operand.type);
+      if (hinted) element = formatted("Hinted<{}, Cache::{}>", element, name_of(*caches_[one].begin()));
       const Push pushed = polled == polled_.end() ? Push{} : polled->second;
       // Buffers of packets, and each rank's part of one, start at multiples of 16 bytes.
       const bool aligned = polled != polled_.end() && operand.offset * size_of(operand.type) * 2 % 16 == 0;
-      const std::string ranks =
-          pushed.ranks > 0 ? ", " + std::to_string(pushed.ranks) + ", " + std::to_string(pushed.apart) : "";
-      const std::string type =
-          (written_[one] ? "" : "const ") + (polled != polled_.end() ? "Packet<" + element + ranks + ">" : element);
-      const char* const cast = pushed.ranks > 0 ? "in_turn<" : cuda() ? "in_global<" : "reinterpret_cast<";
-      body += block.indent + type + "* const p" + number + " = " + (aligned ? "aligned(" : "") + cast + type +
-              (cuda() ? ">(p[" : "*>(p[") + number + (pushed.ranks > 0 ? "], " + std::to_string(pushed.half) : "]") +
-              (aligned ? "));\n" : ");\n");
+      const std::string ranks = pushed.ranks > 0 ? formatted(", {}, {}", pushed.ranks, pushed.apart) : "";
+      if (polled != polled_.end()) element = formatted("Packet<{}{}>", element, ranks);
+      const std::string type = (written_[one] ? "" : "const ") + element;
+      std::string pointer = pushed.ranks > 0 ? formatted("in_turn<{}>(p[{}], {})", type, one, pushed.half)
+                            : cuda()         ? formatted("in_global<{}>(p[{}])", type, one)
+                                             : formatted("reinterpret_cast<{}*>(p[{}])", type, one);
+      if (aligned) pointer = formatted("aligned({})", pointer);
+      append(body, "{}{}* const p{} = {};\n", block.indent, type, one, pointer);
     }
     for (const size_t one : block.kept) {
       const Value& value = this->value(kept_values_[one]);
-      const std::string type = cpp_type(value.type);
-      body += block.indent + type + "* const kept" + std::to_string(one) + " = reinterpret_cast<" + type +
-              "*>(kept_bytes() + " + std::to_string(kept_.at(value.buffer) + value.offset * size_of(value.type)) +
-              ");\n";
+      append(body, "{0}{1}* const kept{2} = reinterpret_cast<{1}*>(kept_bytes() + {3});\n", block.indent,
+             cpp_type(value.type), one, kept_.at(value.buffer) + value.offset * size_of(value.type));
     }
     const size_t past = i + 1 < blocks_.size() ? blocks_[i + 1].begin : text_.size();
     body += text_.substr(block.begin, past - block.begin);
@@ -181,22 +177,19 @@ const char* cpp_type(ScalarType type) {
 }
 
 std::string cpp_lanes(const Value& literal) {
-  char text[64];
   if (literal.type == ScalarType::boolean) return literal.literal != 0 ? "splat(true)" : "splat(false)";
   if (!is_floating(literal.type)) {
     if (literal.literal <= -0x1p63) return "splat(-int64_t{0x7fffffffffffffff} - 1)";
     if (literal.literal >= 0x1p63) return "splat(int64_t{0x7fffffffffffffff})";
-    std::snprintf(text, sizeof(text), "splat(int64_t{%lld})", static_cast<long long>(literal.literal));
-    return text;
+    return formatted("splat(int64_t{{{}}})", static_cast<int64_t>(literal.literal));
   }
   const float value = static_cast<float>(literal.literal);
   if (std::isnan(value)) return "splat(kNan)";
   if (std::isinf(value)) return value > 0 ? "splat(kInfinity)" : "splat(-kInfinity)";
   // Exact, and readable where a short decimal is exact too.
-  std::snprintf(text, sizeof(text), "%.9g", static_cast<double>(value));
-  std::string decimal = text;
+  std::string decimal = formatted("{:.9g}", value);
   if (decimal.find_first_of(".e") == std::string::npos) decimal += ".0";
-  return "splat(" + decimal + "f)";
+  return formatted("splat({}f)", decimal);
 }
 
 std::string cpp_offset(const std::vector<std::string>& indices, const std::vector<int64_t>& strides) {
@@ -204,8 +197,9 @@ std::string cpp_offset(const std::vector<std::string>& indices, const std::vecto
   for (size_t i = 0; i < indices.size(); ++i) {
     if (strides[i] == 0 || indices[i] == "0") continue;
     const bool plain = indices[i].find(' ') == std::string::npos;
-    const std::string index = plain ? indices[i] : "(" + indices[i] + ")";
-    sum += (sum.empty() ? "" : " + ") + index + (strides[i] == 1 ? "" : " * " + std::to_string(strides[i]));
+    if (!sum.empty()) sum += " + ";
+    sum += plain ? indices[i] : formatted("({})", indices[i]);
+    if (strides[i] != 1) append(sum, " * {}", strides[i]);
   }
   return sum.empty() ? "0" : sum;
 }

@@ -14,6 +14,7 @@
 
 #include "compiler/graph/graph.hpp"
 #include "compiler/graph/stage.hpp"
+#include "util/format.hpp"
 
 namespace ark::compiler {
 
@@ -63,6 +64,14 @@ class FunctionWriter {
 
   void line(const std::string& text);  // indented
   void open(const std::string& text);  // "... {"
+  template <class First, class... Rest>
+  void line(fmt::format_string<First, Rest...> pattern, const First& first, const Rest&... rest) {
+    line(formatted(pattern, first, rest...));
+  }
+  template <class First, class... Rest>
+  void open(fmt::format_string<First, Rest...> pattern, const First& first, const Rest&... rest) {
+    open(formatted(pattern, first, rest...));
+  }
   void close(const std::string& text = "}");
   // Reserves aligned bytes in the worker's scratch memory; returns their offset.
   int64_t scratch(int64_t bytes);
@@ -70,6 +79,10 @@ class FunctionWriter {
 
   // Throws Error(invalid_argument) naming the stage and its origin.
   [[noreturn]] void refuse(const std::string& why) const;
+  template <class First, class... Rest>
+  [[noreturn]] void refuse(fmt::format_string<First, Rest...> pattern, const First& first, const Rest&... rest) const {
+    refuse(formatted(pattern, first, rest...));
+  }
 
   // The tile's range of indices in a dimension of this length: "begin" if that is the extent.
   std::string tile_begin(int64_t length) const { return scaled("begin", length); }
@@ -128,7 +141,7 @@ std::string product_shape(FunctionWriter& to, const MatmulStage& matmul);
 // A product with quantized weights.
 void emit_dequant_matmul(FunctionWriter& to, const MatmulStage& matmul);
 // One of several such products, as an argument of dequant_products().
-std::string dequant_share(FunctionWriter& to, const MatmulStage& matmul, const std::string& number);
+std::string dequant_share(FunctionWriter& to, const MatmulStage& matmul, size_t number);
 void emit_products(FunctionWriter& to, const ProductsStage& stage);
 // `make`: writes the code that makes the queries and the appended position for one KV head, tile [begin, end).
 void emit_attention(FunctionWriter& to, const AttentionStage& attention, const std::function<void()>& make = {});

@@ -9,6 +9,14 @@
 
 namespace ark::compiler {
 
+namespace {
+
+std::string length_of_run(const FunctionWriter& to, int64_t run, bool cut) {
+  return cut ? formatted("{} - {}", to.tile_end(run), to.tile_begin(run)) : formatted("{}", run);
+}
+
+}  // namespace
+
 void emit_gather(FunctionWriter& to, const GatherStage& gather) {
   const Value &table = to.value(gather.table), &out = to.value(gather.out);
   if (table.type != out.type) to.refuse("it gathers into another type");
@@ -42,10 +50,10 @@ void emit_gather(FunctionWriter& to, const GatherStage& gather) {
   auto run_stride = [&](const Value& value) {
     return value.shape.size() > 0 && out.shape.size() > dim + many ? value.strides.back() : 1;
   };
-  const std::string count = run_cut ? to.tile_end(run) + " - " + to.tile_begin(run) : number(run);
-  to.line("copy_run(" + at(to.pointer(gather.out, true), out_indices, out.strides) + ", " + number(run_stride(out)) +
-          ", " + at(to.pointer(gather.table, false), table_indices, table.strides) + ", " + number(run_stride(table)) +
-          ", " + count + ");");
+  const std::string table_at = at(to.pointer(gather.table, false), table_indices, table.strides),
+                    out_at = at(to.pointer(gather.out, true), out_indices, out.strides);
+  to.line("copy_run({}, {}, {}, {}, {});", out_at, run_stride(out), table_at, run_stride(table),
+          length_of_run(to, run, run_cut));
   inner.close();
   nest.close();
 }
@@ -79,11 +87,10 @@ void emit_scatter(FunctionWriter& to, const ScatterStage& scatter) {
     if (run_cut) indices->push_back(to.tile_begin(run));
   }
   auto run_stride = [&](const Value& value) { return source.shape.size() > walked ? value.strides.back() : 1; };
-  const std::string count = run_cut ? to.tile_end(run) + " - " + to.tile_begin(run) : number(run);
-  to.line(std::string(scatter.accumulate ? "add_run(" : "copy_run(") +
-          at(to.pointer(scatter.base, true), base_indices, base.strides) + ", " + number(run_stride(base)) + ", " +
-          at(to.pointer(scatter.source, false), source_indices, strides) + ", " + number(run_stride(source)) + ", " +
-          count + ");");
+  const std::string source_at = at(to.pointer(scatter.source, false), source_indices, strides),
+                    base_at = at(to.pointer(scatter.base, true), base_indices, base.strides);
+  to.line("{}({}, {}, {}, {}, {});", scatter.accumulate ? "add_run" : "copy_run", base_at, run_stride(base), source_at,
+          run_stride(source), length_of_run(to, run, run_cut));
   inner.close();
   nest.close();
 }

@@ -29,10 +29,6 @@ inline int64_t stride_from_end(const Value& value, size_t from_end) {
   return value.shape[d] == 1 ? 0 : value.strides[d];
 }
 
-inline std::string number(int64_t value) {
-  return std::to_string(value);
-}
-
 inline std::string at(const std::string& pointer, const std::vector<std::string>& indices,
                       const std::vector<int64_t>& strides) {
   const std::string offset = cpp_offset(indices, strides);
@@ -60,11 +56,11 @@ class TextNest {
         names_.push_back("0");
         continue;
       }
-      const std::string name = prefix + number(static_cast<int64_t>(d));
-      names_.push_back(name);
-      const std::string past = !cut ? number(shape[d]) : long_bodies ? to_.tile_past(shape[d]) : to_.tile_end(shape[d]);
-      to_.open("for (int64_t " + name + " = " + (cut ? to_.tile_begin(shape[d]) : "0") + "; " + name + " < " + past +
-               "; ++" + name + ")");
+      const std::string name = names_.emplace_back(formatted("{}{}", prefix, d));
+      const std::string past = !cut          ? formatted("{}", shape[d])
+                               : long_bodies ? to_.tile_past(shape[d])
+                                             : to_.tile_end(shape[d]);
+      to_.open("for (int64_t {0} = {1}; {0} < {2}; ++{0})", name, cut ? to_.tile_begin(shape[d]) : "0", past);
       ++open_;
     }
   }
@@ -83,18 +79,21 @@ inline void check_index(FunctionWriter& to, const Value& index) {
   if (is_floating(index.type) || index.type == ScalarType::boolean) to.refuse("its indices are no integers");
 }
 
+// Defines `index<n>` from `given<n>`; `wrap`: where that is negative it counts from the end of so many.
+inline void define_index(FunctionWriter& to, size_t number, bool wrap, int64_t size) {
+  const std::string wrapped = wrap ? formatted("given{} < 0 ? given{} + {} : ", number, number, size) : "";
+  to.line("const int64_t index{0} = {1}given{0};", number, wrapped);
+}
+
 // Defines `index0` and so on, numbered from the first, and runs the statement `leave` if dimension `dim` of the table
 // has no such element.
 inline std::string emit_index(FunctionWriter& to, const std::string& place, const Value& table, size_t dim,
                               size_t first, bool wrap, const std::string& leave) {
-  const std::string which = number(static_cast<int64_t>(dim - first)), size = number(table.shape[dim]);
-  const std::string index = "index" + which, given = "given" + which;
-  to.line("const int64_t " + given + " = load_one(" + place + ");");
-  to.line("const int64_t " + index + " = " + (wrap ? given + " < 0 ? " + given + " + " + size + " : " : "") + given +
-          ";");
-  to.line("if (!index_fits(context, " + index + ", " + size + ", " + given + ", " + number(static_cast<int64_t>(dim)) +
-          ")) " + leave + ";");
-  return index;
+  const size_t which = dim - first;
+  to.line("const int64_t given{} = load_one({});", which, place);
+  define_index(to, which, wrap, table.shape[dim]);
+  to.line("if (!index_fits(context, index{0}, {1}, given{0}, {2})) {3};", which, table.shape[dim], dim, leave);
+  return formatted("index{}", which);
 }
 
 inline Shape slice(const Shape& shape, size_t from, size_t to) {

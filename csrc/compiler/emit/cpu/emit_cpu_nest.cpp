@@ -10,6 +10,10 @@ namespace {
 using Instruction = RowProgram::Instruction;
 using Kind = Instruction::Kind;
 
+std::string length_of(const RowLoop& loop) {
+  return loop.tiled ? formatted("({} - {})", loop.end, loop.begin) : formatted("{}", loop.size);
+}
+
 }  // namespace
 
 RowNest::RowNest(FunctionWriter& to, const RowProgram& program) : to_(to), program_(program) {
@@ -38,8 +42,7 @@ void RowNest::look_at_code() {
     numbers_ = numbers_ || (one.scalar && one.kind != Kind::literal);
     positions_ = positions_ || (one.kind == Kind::reduce && one.name == "argmax");
     if (accesses(one) && one.strides.size() != program_.shape.size())
-      to_.refuse("a load or store has " + std::to_string(one.strides.size()) + " strides for " +
-                 std::to_string(rank()) + " dimensions");
+      to_.refuse("a load or store has {} strides for {} dimensions", one.strides.size(), rank());
   }
   inner_ = has_numbers() ? program_.inner : rank();
   if (reduces_ && program_.axis >= rank() - inner_) to_.refuse("its tiles cut rows that it reduces");
@@ -68,8 +71,8 @@ void RowNest::make_loops() {
     if (!loops_.empty() && continues(loops_.back(), d, size, column)) {
       RowLoop& loop = loops_.back();
       if (loop.tiled) {
-        loop.begin = "(" + loop.begin + ") * " + std::to_string(size);
-        loop.end = "(" + loop.end + ") * " + std::to_string(size);
+        loop.begin = formatted("({}) * {}", loop.begin, size);
+        loop.end = formatted("({}) * {}", loop.end, size);
       }
       loop.size *= size;
       loop.dims.push_back(d);
@@ -87,8 +90,8 @@ void RowNest::make_loops() {
     loops_.push_back(loop);
   }
   for (size_t i = 0; i < loops_.size(); ++i) {
-    loops_[i].name = std::string(loops_[i].column ? "c" : "i") + std::to_string(i);
-    if (!loops_[i].tiled) loops_[i].end = std::to_string(loops_[i].size);
+    loops_[i].name = formatted("{}{}", loops_[i].column ? 'c' : 'i', i);
+    if (!loops_[i].tiled) loops_[i].end = formatted("{}", loops_[i].size);
   }
 }
 
@@ -158,12 +161,12 @@ std::string RowNest::count(bool columns) const {
   for (const RowLoop& loop : loops_) {
     if (loop.column != columns) continue;
     if (loop.tiled)
-      tiled = "(" + loop.end + " - " + loop.begin + ")";
+      tiled = length_of(loop);
     else
       whole *= loop.size;
   }
-  if (tiled.empty()) return std::to_string(whole);
-  return whole == 1 ? tiled : tiled + " * " + std::to_string(whole);
+  if (tiled.empty()) return formatted("{}", whole);
+  return whole == 1 ? tiled : formatted("{} * {}", tiled, whole);
 }
 
 void RowNest::take_apart(const std::string& index, bool columns) {
@@ -174,24 +177,20 @@ void RowNest::take_apart(const std::string& index, bool columns) {
   const bool small = most < int64_t{1} << 31;
   const std::string rest = "rest_of_" + index;
   if (order.size() > 1)
-    to_.line(std::string(small ? "uint32_t " : "int64_t ") + rest + " = " +
-             (small ? "static_cast<uint32_t>(" + index + ")" : index) + ";");
+    to_.line("{0} {1} = {2};", small ? "uint32_t" : "int64_t", rest,
+             small ? formatted("static_cast<uint32_t>({})", index) : index);
   for (size_t i = 0; i < order.size(); ++i) {
     const RowLoop& loop = *order[i];
-    std::string size = std::to_string(loop.size);
-    if (loop.tiled) size = "(" + loop.end + " - " + loop.begin + ")";
-    if (loop.tiled && small) size = "static_cast<uint32_t>" + size;
+    const std::string size = (loop.tiled && small ? "static_cast<uint32_t>" : "") + length_of(loop);
     const bool last = i + 1 == order.size();
-    const std::string part = order.size() == 1 ? index : last ? rest : rest + " % " + size;
-    to_.line("[[maybe_unused]] const int64_t " + loop.name + " = " + (loop.tiled ? loop.begin + " + " : "") + part +
-             ";");
-    if (!last) to_.line(rest + " /= " + size + ";");
+    const std::string part = order.size() == 1 ? index : last ? rest : formatted("{} % {}", rest, size);
+    to_.line("[[maybe_unused]] const int64_t {} = {}{};", loop.name, loop.tiled ? loop.begin + " + " : "", part);
+    if (!last) to_.line("{} /= {};", rest, size);
   }
 }
 
 void RowNest::open(const RowLoop& loop) {
-  to_.open("for (int64_t " + loop.name + " = " + loop.begin + "; " + loop.name + " < " + loop.end + "; ++" + loop.name +
-           ")");
+  to_.open("for (int64_t {0} = {1}; {0} < {2}; ++{0})", loop.name, loop.begin, loop.end);
 }
 
 std::string RowNest::base(const Instruction& one, bool columns) {
@@ -210,7 +209,7 @@ std::string RowNest::base(const Instruction& one, bool columns) {
 std::string RowNest::position(int dim) const {
   for (const RowLoop& loop : loops_)
     if (!loop.dims.empty() && loop.dims[0] == dim)
-      return is_vector(loop) ? loop.name + " + kIota" : "splat(" + loop.name + ")";
+      return is_vector(loop) ? loop.name + " + kIota" : formatted("splat({})", loop.name);
   return "splat(int64_t{0})";
 }
 

@@ -70,7 +70,7 @@ const char* lanes_of(ScalarType type) {
 }
 
 void RowExpressions::check(const Instruction& one) const {
-  if (one.kind == Kind::op && row_ops().count(one.name) == 0) to_.refuse("it has no operator " + one.name);
+  if (one.kind == Kind::op && row_ops().count(one.name) == 0) to_.refuse("it has no operator {}", one.name);
 }
 
 bool RowExpressions::expensive(const Instruction& one) {
@@ -82,7 +82,7 @@ std::string RowExpressions::argument(int arg, const std::string& lanes) const {
   const bool constant = one.kind == Kind::literal;
   const std::string text = constant ? cpp_lanes(literal(one)) : name(arg);
   if (lanes_of(one.type) == lanes) return text;
-  return std::string(conversion_to(lanes.c_str())) + "(" + text + ")";
+  return formatted("{}({})", conversion_to(lanes.c_str()), text);
 }
 
 Value RowExpressions::literal(const Instruction& one) const {
@@ -93,7 +93,7 @@ Value RowExpressions::literal(const Instruction& one) const {
 
 std::string RowExpressions::rounded(const Instruction& one, const std::string& expression) {
   if (one.type == ScalarType::bf16 || one.type == ScalarType::f16 || one.type == ScalarType::i32)
-    return "round_to(" + expression + ", " + cpp_type(one.type) + "{})";
+    return formatted("round_to({}, {}{{}})", expression, cpp_type(one.type));
   return expression;
 }
 
@@ -128,7 +128,7 @@ std::string RowExpressions::call(const Instruction& one) const {
   if (op.rule == Rule::convert) {
     // Convert directly: values outside int32 would wrap around in a conversion through int64.
     const bool narrows = one.type == ScalarType::i32 && is_floating(at(one.args.at(0)).type);
-    if (narrows) return "to_int32(" + argument(one.args[0], "Floats") + ")";
+    if (narrows) return formatted("to_int32({})", argument(one.args[0], "Floats"));
     return rounded(one, argument(one.args.at(0), result));
   }
   const char* operands = result;  // the function's operands; it returns a mask or the same
@@ -151,13 +151,13 @@ std::string RowExpressions::call(const Instruction& one) const {
   size_t args = one.args.size();
   if (one.name == "pow") known_power(one, operands, function, args);
   // CUDA has functions of the same names in the global namespace.
-  std::string text = (to_.cuda() ? "ark::loop::" : "") + function + "(";
+  std::string text = formatted("{}{}(", to_.cuda() ? "ark::loop::" : "", function);
   for (size_t i = 0; i < args; ++i)
     text += (i == 0 ? "" : ", ") + argument(one.args[i], op.rule == Rule::choose && i == 0 ? "Mask" : operands);
   text += ")";
   const bool same = op.rule == Rule::same || op.rule == Rule::whole || op.rule == Rule::choose;
   const std::string given = same ? operands : "Mask";
-  if (given != result) text = std::string(conversion_to(result)) + "(" + text + ")";
+  if (given != result) text = formatted("{}({})", conversion_to(result), text);
   return rounded(one, text);
 }
 

@@ -24,7 +24,7 @@ class RowExpressions {
   static std::string rounded(const RowProgram::Instruction& one, const std::string& expression);
   // Whether keeping the result is cheaper than computing it again.
   static bool expensive(const RowProgram::Instruction& one);
-  static std::string name(int i) { return "r" + std::to_string(i); }
+  static std::string name(int i) { return formatted("r{}", i); }
 
  private:
   const RowProgram::Instruction& at(int i) const { return code_[static_cast<size_t>(i)]; }

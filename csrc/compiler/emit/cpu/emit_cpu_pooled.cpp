@@ -38,10 +38,8 @@ void emit_select(FunctionWriter& to, const SelectStage& select) {
   const auto dim = static_cast<size_t>(select.dim);
   const int64_t scratch = to.scratch(input.shape[dim] * 16);
   RowsAlong rows(to, select.input, select.out, select.dim);
-  to.line("select_row<" + std::string(select.largest ? "true" : "false") + ", " + (select.stable ? "true" : "false") +
-          ">(" + rows.input_at + ", " + number(input.strides[dim]) + ", " + number(input.shape[dim]) + ", " +
-          rows.out_at + ", " + number(out.strides[dim]) + ", " + number(out.shape[dim]) + ", " +
-          to.scratch_at(scratch) + ");");
+  to.line("select_row<{}, {}>({}, {}, {}, {}, {}, {}, {});", select.largest, select.stable, rows.input_at,
+          input.strides[dim], input.shape[dim], rows.out_at, out.strides[dim], out.shape[dim], to.scratch_at(scratch));
   rows.nest.close();
 }
 
@@ -51,9 +49,8 @@ void emit_scan(FunctionWriter& to, const ScanStage& scan) {
   if (to.cuda()) return emit_cuda_scan(to, scan);
   const auto dim = static_cast<size_t>(scan.dim);
   RowsAlong rows(to, scan.input, scan.out, scan.dim);
-  to.line("scan_row<" + std::string(scan.product ? "true" : "false") + ">(" + rows.input_at + ", " +
-          number(input.strides[dim]) + ", " + rows.out_at + ", " + number(out.strides[dim]) + ", " +
-          number(out.shape[dim]) + ");");
+  to.line("scan_row<{}>({}, {}, {}, {}, {});", scan.product, rows.input_at, input.strides[dim], rows.out_at,
+          out.strides[dim], out.shape[dim]);
   rows.nest.close();
 }
 
@@ -68,25 +65,26 @@ void emit_bag(FunctionWriter& to, const BagStage& bag) {
     weights = to.pointer(bag.weights, false);
     weight_stride = stride(to.value(bag.weights), 0);
   }
-  to.line("constexpr Bags s{.table_rows = " + number(table.shape[0]) + ", .table_row = " + number(table.strides[0]) +
-          ", .table_column = " + number(stride(table, 1)) + ", .indices = " + number(index.shape[0]) +
-          ", .index = " + number(index.strides[0]) + ", .offset = " + number(offsets.strides[0]) + ",");
-  to.line("                 .bags = " + number(out.shape[0]) +
-          ", .last_offset = " + (bag.last_offset ? "true" : "false") + ", .weight = " + number(weight_stride) +
-          ", .out_row = " + number(out.strides[0]) + ", .out_column = " + number(stride(out, 1)) +
-          ", .padding = " + number(bag.padding) + "};");
+  to.line(
+      "constexpr Bags s{{.table_rows = {}, .table_row = {}, .table_column = {}, .indices = {}, .index = {}, .offset = "
+      "{},",
+      table.shape[0], table.strides[0], stride(table, 1), index.shape[0], index.strides[0], offsets.strides[0]);
+  to.line(
+      "                 .bags = {}, .last_offset = {}, .weight = {}, .out_row = {}, .out_column = {}, .padding = {}}};",
+      out.shape[0], bag.last_offset, weight_stride, out.strides[0], stride(out, 1), bag.padding);
   static constexpr const char* modes[] = {"sum", "mean", "max"};
   const std::string index_at = to.pointer(bag.index, false), offsets_at = to.pointer(bag.offsets, false),
                     table_at = to.element_pointer(bag.table, false), out_at = to.element_pointer(bag.out, true);
-  to.line("pool<Pooling::" + std::string(modes[static_cast<int>(bag.mode)]) + ">(context, s, " + table_at + ", " +
-          index_at + ", " + offsets_at + ", " + weights + ", " + out_at + ", " +
-          (axis == 0 ? "begin, end, 0, " + number(out.shape[1])
-                     : "0, " + number(out.shape[0]) + ", begin, " + (axis == 1 ? "end" : number(out.shape[1]))) +
-          ");");
+  const std::string part = axis == 0   ? formatted("begin, end, 0, {}", out.shape[1])
+                           : axis == 1 ? formatted("0, {}, begin, end", out.shape[0])
+                                       : formatted("0, {}, begin, {}", out.shape[0], out.shape[1]);
+  to.line("pool<Pooling::{}>(context, s, {}, {}, {}, {}, {}, {});", modes[static_cast<int>(bag.mode)], table_at,
+          index_at, offsets_at, weights, out_at, part);
 }
 
 void emit_check(FunctionWriter& to, const CheckStage& check) {
-  to.line("check_holds(context, " + to.pointer(check.condition, false) + ", " + to.pointer(check.out, true) + ");");
+  const std::string out = to.pointer(check.out, true), condition = to.pointer(check.condition, false);
+  to.line("check_holds(context, {}, {});", condition, out);
 }
 
 void emit_experts(FunctionWriter& to, const ExpertsStage& experts) {
@@ -105,12 +103,12 @@ void emit_experts(FunctionWriter& to, const ExpertsStage& experts) {
       inner /= out.shape[d];
       if (out.shape[d] == 1) continue;
       std::string name = "p";
-      if (inner != 1) name += " / " + number(inner);
-      if (outer != rows) name += " % " + number(out.shape[d]);
+      if (inner != 1) append(name, " / {}", inner);
+      if (outer != rows) append(name, " % {}", out.shape[d]);
       indices.push_back(name);
       strides.push_back(value.strides[d]);
     }
-    return "[](int64_t p) { return " + cpp_offset(indices, strides) + " + 0 * p; }";
+    return formatted("[](int64_t p) {{ return {} + 0 * p; }}", cpp_offset(indices, strides));
   };
   auto stride = [](const Value& value, size_t d) { return value.shape[d] == 1 ? 1 : value.strides[d]; };
   const int64_t depth = table.shape[1];
@@ -119,29 +117,28 @@ void emit_experts(FunctionWriter& to, const ExpertsStage& experts) {
     std::vector<int64_t> apart;
     for (size_t d = 0; d < lead; ++d)
       if (a.shape[d] != 1) apart.push_back(a.strides[d]);
-    aligned = ", .a_aligned = " + (stride(a, lead) == 1 ? to.aligned(experts.a, apart) : "false") +
-              ", .table_aligned = " +
-              aligned_lines(to, experts.table, {stride(table, 1), stride(table, 2)}, {table.strides[0]}) +
-              ", .table_cache = " + to.cache_text(experts.table);
+    const std::string of_table =
+        aligned_lines(to, experts.table, {stride(table, 1), stride(table, 2)}, {table.strides[0]});
+    const std::string of_a = stride(a, lead) == 1 ? to.aligned(experts.a, apart) : "false";
+    aligned = formatted(", .a_aligned = {}, .table_aligned = {}, .table_cache = {}", of_a, of_table,
+                        to.cache_text(experts.table));
   }
-  to.line("constexpr Experts s{.rows = " + number(rows) + ", .experts = " + number(table.shape[0]) +
-          ", .depth = " + number(depth) + ", .a_depth = " + number(stride(a, lead)) +
-          ", .table_expert = " + number(table.strides[0]) + ",");
-  to.line("                    .table_depth = " + number(stride(table, 1)) +
-          ", .table_column = " + number(stride(table, 2)) + ", .out_column = " + number(stride(out, lead)) + aligned +
-          ", .runs = " + (experts.runs ? "true" : "false") + "};");
+  to.line("constexpr Experts s{{.rows = {}, .experts = {}, .depth = {}, .a_depth = {}, .table_expert = {},", rows,
+          table.shape[0], depth, stride(a, lead), table.strides[0]);
+  to.line("                    .table_depth = {}, .table_column = {}, .out_column = {}{}, .runs = {}}};",
+          stride(table, 1), stride(table, 2), stride(out, lead), aligned, experts.runs);
   const std::string a_at = to.pointer(experts.a, false), table_at = to.pointer(experts.table, false),
                     index_at = to.pointer(experts.index, false), out_at = to.pointer(experts.out, true);
   const std::string of_index =
-      experts.runs ? "[](int64_t e) { return e * " + number(index.strides[0]) + "; }" : place(index);
+      experts.runs ? formatted("[](int64_t e) {{ return e * {}; }}", index.strides[0]) : place(index);
   // Scratch in which grouped_product() sorts rows and packs them.
-  if (to.cuda() && table.shape[0] > 16384) to.refuse("it chooses among " + number(table.shape[0]) + " matrices");
+  if (to.cuda() && table.shape[0] > 16384) to.refuse("it chooses among {} matrices", table.shape[0]);
   const int64_t scratch = to.scratch(to.cuda() ? (table.shape[0] + 1 + rows) * 4
                                                : (table.shape[0] + 1 + rows) * 8 + 64 +
                                                      std::min<int64_t>(rows, 48) * (whole_lanes(depth) + 256) * 4);
-  to.line("grouped_product<" + (to.cuda() ? "s>(context, " : number(rows) + ">(context, s, ") + a_at + ", " + table_at +
-          ", " + index_at + ", " + out_at + ", " + place(a) + ",");
-  to.line("                " + of_index + ", " + place(out) + ", begin, end, " + to.scratch_at(scratch) + ");");
+  to.line("grouped_product<{}, {}, {}, {}, {}, {},", to.cuda() ? "s>(context" : formatted("{}>(context, s", rows), a_at,
+          table_at, index_at, out_at, place(a));
+  to.line("                {}, {}, begin, end, {});", of_index, place(out), to.scratch_at(scratch));
 }
 
 }  // namespace ark::compiler

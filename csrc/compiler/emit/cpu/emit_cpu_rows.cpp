@@ -2,10 +2,11 @@
 //
 // A per-row number is broadcast to all lanes, so that the same functions serve both. If lanes are rows, each lane holds
 // its own row's number.
-#include "compiler/emit/common/emit_row_program.hpp"
-
 #include <algorithm>
 #include <map>
+
+#include "compiler/emit/common/emit_row_program.hpp"
+#include "compiler/emit/cpu/emit_cpu_loops.hpp"
 
 namespace ark::compiler {
 
@@ -29,8 +30,7 @@ void RowEmitter::open_rows() {
 
 void RowEmitter::open_vector() {
   const RowLoop& vector = nest_.vector();
-  to_.open("for_columns(" + vector.begin + ", " + vector.end + ", [&](int64_t " + vector.name +
-           ", auto lanes) ARK_BODY");
+  to_.open("for_columns({}, {}, [&](int64_t {}, auto lanes) ARK_BODY", vector.begin, vector.end, vector.name);
 }
 
 void RowEmitter::close_rows() {
@@ -53,7 +53,7 @@ bool RowEmitter::passes_caches(const Instruction& one) const {
 }
 
 void RowEmitter::define(int i, const std::string& expression) {
-  to_.line(std::string("const ") + lanes_of(at(i).type) + " " + RowExpressions::name(i) + " = " + expression + ";");
+  to_.line("const {} {} = {};", lanes_of(at(i).type), RowExpressions::name(i), expression);
 }
 
 // The register to store, converted to the lanes of its value's type.
@@ -68,21 +68,21 @@ void RowEmitter::numbers(int when) {
     const Instruction& one = at(i);
     if (level(i) != when) continue;
     if (one.kind == Kind::reduce) {
-      std::string result = "s" + std::to_string(i) + (nest_.across_rows() ? ".each()" : ".result()");
-      if (one.name == "mean") result += " / " + std::to_string(nest_.columns()) + ".0f";
+      std::string result = formatted("s{}.{}()", i, nest_.across_rows() ? "each" : "result");
+      if (one.name == "mean") append(result, " / {}.0f", nest_.columns());
       define(i, RowExpressions::rounded(one, result));
     } else if (one.kind == Kind::store && stores_number(one)) {
       if (to_.cuda())
-        to_.line("if (Group::rank() == 0) store_one(" + nest_.base(one, false) + ", " + stored(one) + ");");
+        to_.line("if (Group::rank() == 0) store_one({}, {});", nest_.base(one, false), stored(one));
       else if (nest_.across_rows())
-        to_.line(std::string("store") + form(one) + place(one, "", false) + ", " + stored(one) + ", lanes);");
+        to_.line("store{}({}, {}, lanes);", form(one), place(one, "", false), stored(one));
       else
-        to_.line("store_one(" + nest_.base(one, false) + ", one(" + stored(one) + "));");
+        to_.line("store_one({}, one({}));", nest_.base(one, false), stored(one));
     } else if (one.scalar && one.kind == Kind::load) {
       if (nest_.across_rows() && step(one) != 0)
-        define(i, std::string("load") + form(one) + place(one, "", false) + ", lanes)");
+        define(i, formatted("load{}({}, lanes)", form(one), place(one, "", false)));
       else
-        define(i, "splat(load_one(" + nest_.base(one, false) + "))");
+        define(i, formatted("splat(load_one({}))", nest_.base(one, false)));
     } else if (one.scalar && one.kind == Kind::index) {
       define(i, nest_.position(one.args.at(0)));
     } else if (one.scalar && one.kind == Kind::op) {
@@ -106,8 +106,7 @@ void RowEmitter::columns(int when) {
     if (to_.cuda())
       kept_array(i);
     else
-      to_.line("float* const k" + std::to_string(i) + " = reinterpret_cast<float*>(" +
-               to_.scratch_at(to_.scratch(nest_.columns() * 4)) + ");");
+      to_.line("float* const k{} = reinterpret_cast<float*>({});", i, to_.scratch_at(to_.scratch(nest_.columns() * 4)));
   }
   for (int i = 0; i < count(); ++i)
     if (need[static_cast<size_t>(i)] && at(i).kind == Kind::reduce) accumulator(i);
@@ -130,9 +129,8 @@ void RowEmitter::accumulator(int i) {
                                                            {"amax", "Greatest"}, {"any", "Greatest"},
                                                            {"amin", "Least"},    {"argmax", "WhereGreatest"}};
   const auto kind = kinds.find(one.name);
-  if (kind == kinds.end()) to_.refuse("it has no reduction " + one.name);
-  to_.line(std::string(kind->second) + "<" + reduced_lanes(one) + (to_.cuda() ? ", Group> s" : "> s") +
-           std::to_string(i) + ";");
+  if (kind == kinds.end()) to_.refuse("it has no reduction {}", one.name);
+  to_.line("{}<{}{}> s{};", kind->second, reduced_lanes(one), to_.cuda() ? ", Group" : "", i);
 }
 
 std::string RowEmitter::reduced_lanes(const Instruction& one) const {
@@ -146,7 +144,7 @@ std::string RowEmitter::reduced_lanes(const Instruction& one) const {
 void RowEmitter::pass(const Registers& need, const std::set<int>& keep) {
   for (int i = 0; i < count(); ++i)
     if (need[static_cast<size_t>(i)] && kept_.count(i) == 0 && at(i).kind == Kind::load && step(at(i)) == 0)
-      define(i, "splat(load_one(" + nest_.base(at(i), true) + "))");
+      define(i, formatted("splat(load_one({}))", nest_.base(at(i), true)));
   if (!nest_.across_rows()) open_vector();
   for (int i = 0; i < count(); ++i)
     if (need[static_cast<size_t>(i)]) column_instruction(i, keep);
@@ -155,28 +153,25 @@ void RowEmitter::pass(const Registers& need, const std::set<int>& keep) {
 
 // The address of 16 columns, followed by their stride unless they are contiguous.
 std::string RowEmitter::place(const Instruction& one, const std::string& further, bool columns) {
-  const std::string begin = nest_.base(one, columns) + further + " + " + nest_.vector().name;
-  return step(one) == 1 ? begin : begin + " * " + std::to_string(step(one)) + ", " + std::to_string(step(one));
+  const std::string begin = formatted("{}{} + {}", nest_.base(one, columns), further, nest_.vector().name);
+  return step(one) == 1 ? begin : formatted("{0} * {1}, {1}", begin, step(one));
 }
 
 // For an indexed store: the condition that the element exists, and its offset.
 std::string RowEmitter::fits(const Instruction& one, int i) {
-  const std::string given = "given" + std::to_string(i), size = std::to_string(one.through.size);
   const std::string index = RowExpressions::name(one.args[1]);
-  to_.line("const int64_t " + given + " = " + (to_.cuda() ? index : "one(" + index + ")") + ";");
-  to_.line("const int64_t index" + std::to_string(i) + " = " +
-           (one.through.wrap ? given + " < 0 ? " + given + " + " + size + " : " : "") + given + ";");
-  return "if (index_fits(context, index" + std::to_string(i) + ", " + size + ", " + given + ", " +
-         std::to_string(one.through.dim) + "))";
+  to_.line("const int64_t given{} = {};", i, to_.cuda() ? index : formatted("one({})", index));
+  define_index(to_, static_cast<size_t>(i), one.through.wrap, one.through.size);
+  return formatted("if (index_fits(context, index{0}, {1}, given{0}, {2}))", i, one.through.size, one.through.dim);
 }
 
 std::string RowEmitter::further(const Instruction& one, int i) {
-  return one.args.size() > 1 ? " + " + cpp_offset({"index" + std::to_string(i)}, {one.through.stride}) : "";
+  return one.args.size() > 1 ? " + " + cpp_offset({formatted("index{}", i)}, {one.through.stride}) : "";
 }
 
 void RowEmitter::column_instruction(int i, const std::set<int>& keep) {
   const Instruction& one = at(i);
-  if (kept_.count(i) != 0) return define(i, to_.cuda() ? kept_turn(i) : "load(" + kept(i) + ", lanes)");
+  if (kept_.count(i) != 0) return define(i, to_.cuda() ? kept_turn(i) : formatted("load({}, lanes)", kept(i)));
   switch (one.kind) {
     case Kind::load:
       if (polled_.count(i) != 0)
@@ -184,37 +179,36 @@ void RowEmitter::column_instruction(int i, const std::set<int>& keep) {
       else if (to_.cuda())
         define(i, load_element(one));
       else if (step(one) != 0)
-        define(i, std::string("load") + form(one) + place(one) + ", lanes)");
+        define(i, formatted("load{}({}, lanes)", form(one), place(one)));
       break;
     case Kind::index: define(i, nest_.position(one.args.at(0))); break;
     case Kind::op: define(i, expressions_.call(one)); break;
     case Kind::reduce: {
       std::string where = one.name == "argmax" ? ", " + nest_.flat_column() : "";
       if (!to_.cuda()) where += std::string(where.empty() ? "" : " + kIota") + ", lanes";
-      to_.line("s" + std::to_string(i) + ".add(" + expressions_.argument(one.args.at(0), reduced_lanes(one)) + where +
-               ");");
+      to_.line("s{}.add({}{});", i, expressions_.argument(one.args.at(0), reduced_lanes(one)), where);
       break;
     }
     case Kind::store:
       if (is_run(one)) {
-        to_.line("o" + std::to_string(i) + "[turn] = " + stored(one) + ";");
+        to_.line("o{}[turn] = {};", i, stored(one));
         break;
       }
       if (one.args.size() > 1) to_.open(fits(one, i));
       if (to_.cuda())
-        to_.line("store_one(" + nest_.base(one, true) + further(one, i) + ", " + stored(one) + ");");
+        to_.line("store_one({}{}, {});", nest_.base(one, true), further(one, i), stored(one));
       else
-        to_.line((passes_caches(one) ? "store_past(" : std::string("store") + form(one)) + place(one, further(one, i)) +
-                 ", " + stored(one) + ", lanes);");
+        to_.line("store{}({}, {}, lanes);", passes_caches(one) ? "_past" : form(one), place(one, further(one, i)),
+                 stored(one));
       if (one.args.size() > 1) to_.close();
       break;
     case Kind::literal: break;
   }
   if (keep.count(i) == 0) return;
   if (to_.cuda())
-    to_.line(kept_turn(i) + " = " + RowExpressions::name(i) + ";");
+    to_.line("{} = {};", kept_turn(i), RowExpressions::name(i));
   else
-    to_.line("store(" + kept(i) + ", " + RowExpressions::name(i) + ", lanes);");
+    to_.line("store({}, {}, lanes);", kept(i), RowExpressions::name(i));
 }
 
 void emit_rows(FunctionWriter& to, const RowProgram& program) {

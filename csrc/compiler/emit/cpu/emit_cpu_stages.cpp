@@ -37,15 +37,14 @@ std::string product_shape(FunctionWriter& to, const MatmulStage& matmul) {
   std::string aligned;
   if (to.cuda()) {
     const auto [of_a, of_b] = aligned_operands(to, matmul);
-    aligned = ",\n                      .a_aligned = " + of_a + ", .b_aligned = " + of_b +
-              ", .b_cache = " + to.cache_text(matmul.b);
+    aligned = formatted(",\n                      .a_aligned = {}, .b_aligned = {}, .b_cache = {}", of_a, of_b,
+                        to.cache_text(matmul.b));
   }
-  return "{.depth = " + number(matmul.k) + ", .a_row = " + number(stride(a, 2, 0)) +
-         ", .a_depth = " + number(stride(a, 1, 1)) + ", .b_depth = " + number(stride(b, 2, 1)) +
-         ", .b_column = " + number(stride(b, 1, 1)) +
-         ",\n                      .out_row = " + number(stride(out, 2, 0)) +
-         ", .out_column = " + number(stride(out, 1, 1)) + ", .bias_row = " + number(bias_row) +
-         ", .bias_column = " + number(bias_column) + aligned + "}";
+  return formatted(
+      "{{.depth = {}, .a_row = {}, .a_depth = {}, .b_depth = {}, .b_column = {},\n"
+      "                      .out_row = {}, .out_column = {}, .bias_row = {}, .bias_column = {}{}}}",
+      matmul.k, stride(a, 2, 0), stride(a, 1, 1), stride(b, 2, 1), stride(b, 1, 1), stride(out, 2, 0),
+      stride(out, 1, 1), bias_row, bias_column, aligned);
 }
 
 namespace {
@@ -88,15 +87,15 @@ void define_finish(FunctionWriter& to, const MatmulStage& matmul) {
       expression = RowExpressions::rounded(one, "sum");
     } else if (erfs[i] >= 0) {
       const int of = program.code[static_cast<size_t>(erfs[i])].args.at(0);
-      expression = RowExpressions::rounded(one, "one_plus_erf_for_halves(" + expressions.argument(of, "Floats") + ")");
+      expression =
+          RowExpressions::rounded(one, formatted("one_plus_erf_for_halves({})", expressions.argument(of, "Floats")));
     } else if (one.kind == Kind::op) {
       expression = expressions.call(one);
     } else if (one.kind == Kind::store) {
-      to.line("return " + expressions.argument(one.args.at(0), "Floats") + ";");
+      to.line("return {};", expressions.argument(one.args.at(0), "Floats"));
     }
     if (!expression.empty())
-      to.line(std::string("const ") + lanes_of(one.type) + " " + RowExpressions::name(static_cast<int>(i)) + " = " +
-              expression + ";");
+      to.line("const {} {} = {};", lanes_of(one.type), RowExpressions::name(static_cast<int>(i)), expression);
   }
   to.close("};");
 }
@@ -107,14 +106,13 @@ void emit_matmul(FunctionWriter& to, const MatmulStage& matmul) {
   if (matmul.codes.bits != 0) return emit_dequant_matmul(to, matmul);
   const Value &a = to.value(matmul.a), &b = to.value(matmul.b), &out = to.value(matmul.out);
   for (const int one : {matmul.a, matmul.b, matmul.out})
-    if (!is_floating(to.value(one).type))
-      to.refuse("it multiplies matrices of " + std::string(name_of(to.value(one).type)));
+    if (!is_floating(to.value(one).type)) to.refuse("it multiplies matrices of {}", name_of(to.value(one).type));
   const Shape batch = slice(out.shape, 0, out.shape.size() - 2);
   const auto a_batch = broadcast_strides(a, 2, batch), b_batch = broadcast_strides(b, 2, batch),
              out_batch = broadcast_strides(out, 2, batch);
 
   using Axis = MatmulStage::Axis;
-  std::string r0 = "0", r1 = number(matmul.m), c0 = "0", c1 = number(matmul.n);
+  std::string r0 = "0", r1 = formatted("{}", matmul.m), c0 = "0", c1 = formatted("{}", matmul.n);
   if (matmul.axis == Axis::rows) r0 = to.tile_begin(matmul.m), r1 = to.tile_end(matmul.m);
   if (matmul.axis == Axis::columns) c0 = to.tile_begin(matmul.n), c1 = to.tile_end(matmul.n);
 
@@ -123,7 +121,7 @@ void emit_matmul(FunctionWriter& to, const MatmulStage& matmul) {
   // In a loop each address is reloaded, so that registers hold no more than that.
   const bool loops = to.cuda() && std::ranges::any_of(indices, [](const std::string& one) { return one != "0"; });
   const auto place = [&](int value, bool write, const std::vector<int64_t>& strides) {
-    return loops ? "now(" + at(to.pointer_later(value, write), indices, strides) + ")"
+    return loops ? formatted("now({})", at(to.pointer_later(value, write), indices, strides))
                  : at(to.pointer(value, write), indices, strides);
   };
   const std::string a_at = place(matmul.a, false, a_batch);
@@ -136,29 +134,27 @@ void emit_matmul(FunctionWriter& to, const MatmulStage& matmul) {
     if (bias.shape.size() > 2) bias_batch = broadcast_strides(bias, 2, batch);
     bias_at = place(matmul.bias, false, bias_batch);
   }
-  to.line("constexpr Product s" + product_shape(to, matmul) + ";");
+  to.line("constexpr Product s{};", product_shape(to, matmul));
   if (!matmul.finish.empty()) {
     if (!to.cuda()) to.refuse("a product that is finished as it is made");
     define_finish(to, matmul);
-    to.line("const auto finished = finished_by(" + bias_at + ", finish);");
+    to.line("const auto finished = finished_by({}, finish);", bias_at);
     bias_at = "&finished";
   }
-  const std::string most = "product<" + number(matmul.m);
-  const std::string operands =
-      a_at + ", " + b_at + ", " + out_at + ", " + bias_at + ", " + r0 + ", " + r1 + ", " + c0 + ", " + c1;
+  const std::string operands = formatted("{}, {}, {}, {}, {}, {}, {}, {}", a_at, b_at, out_at, bias_at, r0, r1, c0, c1);
   if (to.cuda()) {
     // Strides select the kernel.
     std::string tile;
     if (matmul.tile_columns > 0) {
-      tile = ", " + number(matmul.tile_rows) + ", " + number(matmul.tile_columns);
+      tile = formatted(", {}, {}", matmul.tile_rows, matmul.tile_columns);
       if (size_of(a.type) == 2 && std::ranges::count(aligned_operands(to, matmul), "false") == 0)
         to.multiply_by_groups();
     }
-    to.line(most + ", s" + tile + ">(" + operands + ");");
+    to.line("product<{}, s{}>({});", matmul.m, tile, operands);
   } else {
     // kRowBlock of matmul.hpp is at most 48 rows.
     const int64_t scratch = to.scratch(std::min<int64_t>(matmul.m, 48) * ((matmul.k + 15) / 16 * 16) * 4);
-    to.line(most + ">(s, " + operands + ", " + to.scratch_at(scratch) + ");");
+    to.line("product<{}>(s, {}, {});", matmul.m, operands, to.scratch_at(scratch));
   }
   nest.close();
 }
@@ -181,14 +177,13 @@ void emit_exchange(FunctionWriter& to, const CollectiveStage& collective, const 
     case ScalarType::i32: type = "i32"; break;
     default: break;
   }
-  const auto bytes = [&](const char* elements) {
-    return std::string(elements) + (size == 1 ? "" : " * " + number(size));
-  };
-  const auto operands = static_cast<int64_t>(to.operands().size());
-  to.line("exchange<Exchange::" + node.op + ", ark::device::DType::" + type + ", ark::device::ReduceOp::" +
-          (reduces ? node.text("reduce_op") : "sum") + ", " + number(collective.ranks) + ">(context, " + input + ", " +
-          output + ", p[" + number(operands) + "], p[" + number(operands + 1) + "], " + number(collective.half) + ", " +
-          number(to.stage().extent * size) + ", " + bytes("begin") + ", " + bytes("end") + ");");
+  const std::string bytes = size == 1 ? "" : formatted(" * {}", size);
+  const size_t operands = to.operands().size();
+  to.line(
+      "exchange<Exchange::{0}, ark::device::DType::{1}, ark::device::ReduceOp::{2}, {3}>(context, {4}, {5}, p[{6}], "
+      "p[{7}], {8}, {9}, begin{10}, end{10});",
+      node.op, type, reduces ? node.text("reduce_op") : "sum", collective.ranks, input, output, operands, operands + 1,
+      collective.half, to.stage().extent * size, bytes);
 }
 
 }  // namespace
@@ -196,12 +191,11 @@ void emit_exchange(FunctionWriter& to, const CollectiveStage& collective, const 
 void emit_collective(FunctionWriter& to, const CollectiveStage& collective) {
   const std::string input = to.pointer(collective.input, false), output = to.pointer(collective.output, true);
   if (to.cuda()) return emit_exchange(to, collective, input, output);
-  to.line("collective(context, " + number(to.stage().node) + ", " + input + ", " + output + ");");
+  to.line("collective(context, {}, {}, {});", to.stage().node, input, output);
 }
 
 void emit_stop(FunctionWriter& to, const StopStage& stop) {
-  to.line(std::string("if (load_one(") + to.pointer(stop.value, false) + ") != 0) *" +
-          (to.cuda() ? "worker()" : "context") + ".stop = true;");
+  to.line("if (load_one({}) != 0) *{}.stop = true;", to.pointer(stop.value, false), to.cuda() ? "worker()" : "context");
 }
 
 }  // namespace ark::compiler

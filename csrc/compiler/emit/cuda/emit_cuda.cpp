@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <map>
-#include <sstream>
 #include <variant>
 #include <vector>
 
@@ -53,18 +52,16 @@ class CudaEmitter {
   explicit CudaEmitter(const Plan& plan) : plan_(checked(plan)), functions_(plan, Code::cuda) {}
 
   CudaSource source() {
-    std::ostringstream out;
-    out << "// Made by ark_torch from a plan of " << plan_.stages.size() << " stages, " << plan_.tasks.size()
-        << " tasks and " << plan_.events.size() << " events for " << plan_.queues.size() << " workers.\n"
-        << (functions_.by_groups() ? "#define ARK_LOOP_TRAPS\n" : "")
-        << (shared_bytes() == loop::kSmallWorkspaceBytes ? "#define ARK_LOOP_SMALL_WORKSPACE\n" : "")
-        << "#include \"cuda/loop/loop.cuh\"\n#include \"cuda/loop/ops.cuh\"\n#include \"cuda/loop/reduce.cuh\"\n"
-        << rare_includes() << "\nnamespace {\n\nusing namespace ark::loop;\n";
-    for (const std::string& text : functions_.texts()) out << "\n" << text;
-    out << "\n";
+    std::string out = made_from(plan_);
+    if (functions_.by_groups()) out += "#define ARK_LOOP_TRAPS\n";
+    if (shared_bytes() == loop::kSmallWorkspaceBytes) out += "#define ARK_LOOP_SMALL_WORKSPACE\n";
+    for (const char* header : {"loop", "ops", "reduce"}) append(out, "#include \"cuda/loop/{}.cuh\"\n", header);
+    append(out, "{}\nnamespace {{\n\nusing namespace ark::loop;\n", rare_includes());
+    for (const std::string& text : functions_.texts()) append(out, "\n{}", text);
+    out += "\n";
     tables(out);
     frame(out);
-    return {out.str(), functions_.scratch_bytes(), pointers(), shared_bytes()};
+    return {std::move(out), functions_.scratch_bytes(), pointers(), shared_bytes()};
   }
 
  private:
@@ -87,7 +84,7 @@ class CudaEmitter {
     std::string text;
     const auto include = [&](const char* header, auto&& is) {
       if (std::any_of(plan_.stages.begin(), plan_.stages.end(), is))
-        text += std::string("#include \"cuda/loop/") + header + ".cuh\"\n";
+        append(text, "#include \"cuda/loop/{}.cuh\"\n", header);
     };
     if (has_packets()) text += "#include \"cuda/loop/packets.cuh\"\n";
     if (has_pushes()) text += "#include \"cuda/loop/pushed.cuh\"\n";
@@ -119,63 +116,63 @@ class CudaEmitter {
       case Place::own: base = "own"; break;
       default: index = place.argument + (place.base == Place::output ? plan_.graph.inputs() : 0);
     }
-    return std::string("{Operand::") + base + ", " + (aligned ? "1, " : "0, ") + std::to_string(index) + ", " +
-           std::to_string(place.offset) + "}";
+    return formatted("{{Operand::{}, {:d}, {}, {}}}", base, aligned, index, place.offset);
   }
 
-  void tables(std::ostream& out) {
+  void tables(std::string& out) const {
     std::vector<int> first;
     int count = 0;
-    out << "__device__ const Operand kOperands[] = {\n";
+    out += "__device__ const Operand kOperands[] = {\n";
     const std::vector<StageFunctions::Unit>& units = functions_.units();
     for (size_t i = 0; i < units.size(); ++i) {
       const Stage& stage = plan_.stages[static_cast<size_t>(units[i].stage)];
       first.push_back(count);
       count += static_cast<int>(functions_.operands(i).size());
-      out << "    ";
+      out += "    ";
       const std::vector<int>& values = functions_.operands(i);
-      for (size_t n = 0; n < values.size(); ++n) out << operand(values[n], 0, functions_.aligned(i, n)) << ", ";
+      for (size_t n = 0; n < values.size(); ++n) append(out, "{}, ", operand(values[n], 0, functions_.aligned(i, n)));
       if (const auto* collective = std::get_if<CollectiveStage>(&stage.body)) {
-        out << "{Operand::packets, 0, 0, " << collective->place << "}, {Operand::packets, 0, 0, " << collective->number
-            << "}, ";
+        append(out, "{{Operand::packets, 0, 0, {}}}, {{Operand::packets, 0, 0, {}}}, ", collective->place,
+               collective->number);
         count += 2;
       }
-      out << " // " << first.back() << ": stage " << units[i].stage << ", " << in_comment(stage.name) << "\n";
+      append(out, " // {}: stage {}, {}\n", first.back(), units[i].stage, in_comment(stage.name));
     }
     first.push_back(count);
-    out << "    {}};\n\n";
     const EventTables events(plan_);
-    out << "// Events and how often each is bumped in a step.\n__device__ const WaitFor kWaits[] = {\n"
-        << events.waits << "{}};\n__device__ const int kSignals[] = {\n"
-        << events.signals << "-1};\n\n"
-        << "// Tile, function, task and stage; first and number of operands, of waits, of signals, of "
-           "loads.\n__device__ const TaskEntry kTasks[] = {\n";
-    std::ostringstream queues, loads;
+    append(out,
+           "    {{}}}};\n\n// Events and how often each is bumped in a step.\n"
+           "__device__ const WaitFor kWaits[] = {{\n{}{{}}}};\n__device__ const int kSignals[] = {{\n{}-1}};\n\n"
+           "// Tile, function, task and stage; first and number of operands, of waits, of signals, of loads.\n"
+           "__device__ const TaskEntry kTasks[] = {{\n",
+           events.waits, events.signals);
+    std::string queues, loads;
     size_t task_count = 0, load_count = 0;
     for (size_t worker = 0; worker < plan_.queues.size(); ++worker) {
       const Queue queue = in_one_go(plan_, {plan_.queues[worker].tasks, plan_.prefetches.at(worker)});
-      queues << "    {" << task_count << ", " << queue.tasks.size() << "},\n";
+      append(queues, "    {{{}, {}}},\n", task_count, queue.tasks.size());
       const std::vector<int> asked = write_loads(queue, loads);
       for (size_t position = 0; position < queue.tasks.size(); ++position) {
         const int index = queue.tasks[position];
         const Task& task = plan_.tasks.at(static_cast<size_t>(index));
         const auto t = static_cast<size_t>(index), waiting = static_cast<size_t>(task.head >= 0 ? task.head : index);
         const size_t unit = functions_.unit_of(task);
-        out << "    {" << task.begin << ", " << task.end << ", " << functions_.function_of(unit) << ", " << index
-            << ", " << task.stage << ", " << first[unit] << ", " << first[unit + 1] - first[unit] << ", "
-            << events.first_wait[waiting] << ", " << events.wait_count[waiting] << ", " << events.first_signal[t]
-            << ", " << events.signal_count[t] << ", " << load_count << ", " << asked[position] << "},\n";
+        append(out, "    {{{}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}}},\n", task.begin, task.end,
+               functions_.function_of(unit), index, task.stage, first[unit], first[unit + 1] - first[unit],
+               events.first_wait[waiting], events.wait_count[waiting], events.first_signal[t], events.signal_count[t],
+               load_count, asked[position]);
         load_count += static_cast<size_t>(asked[position]);
       }
       task_count += queue.tasks.size();
     }
-    out << "    {}};\n__device__ const LoadEntry kLoads[] = {\n"
-        << loads.str() << "    {}};\n__device__ const QueueEntry kQueues[] = {\n"
-        << queues.str() << "};\n\n";
+    append(out,
+           "    {{}}}};\n__device__ const LoadEntry kLoads[] = {{\n{}    {{}}}};\n"
+           "__device__ const QueueEntry kQueues[] = {{\n{}}};\n\n",
+           loads, queues);
   }
 
   // By position in the queue: the number of prefetches to issue when that task starts.
-  std::vector<int> write_loads(const Queue& queue, std::ostream& out) const {
+  std::vector<int> write_loads(const Queue& queue, std::string& out) const {
     std::vector<int> asked;
     const int64_t page = plan_.target.page_bytes;
     for (const std::vector<Load>& some : loads_ahead(queue, plan_.target.in_flight * page, kPagesBeside * page)) {
@@ -183,8 +180,9 @@ class CudaEmitter {
       for (const Load& load : some) {
         // The load's offset is relative to the buffer.
         const Value& value = plan_.graph.values()[static_cast<size_t>(load.value)];
-        out << "    {" << operand(load.value, load.offset - value.offset * size_of(value.type)) << ", " << load.rows
-            << ", " << load.bytes << ", " << load.stride << ", " << static_cast<int>(cache_of(load)) << "},\n";
+        append(out, "    {{{}, {}, {}, {}, {}}},\n",
+               operand(load.value, load.offset - value.offset * size_of(value.type)), load.rows, load.bytes,
+               load.stride, static_cast<int>(cache_of(load)));
       }
     }
     return asked;
@@ -209,29 +207,33 @@ class CudaEmitter {
     });
   }
 
-  void frame(std::ostream& out) {
+  void frame(std::string& out) const {
     const Closing closing = closing_of(plan_);
-    out << "struct Plan {\n  static constexpr int kClosing = " << closing.event << ", kClosers = " << closing.workers
-        << ", kLeader = " << closing.leader << ";\n"
-        << "  static constexpr int kFunctions = " << functions_.names().size() << ";\n"
-        << "  static constexpr bool kPackets = " << (has_packets() ? "true" : "false")
-        << ", kPushes = " << (has_pushes() ? "true" : "false") << ";\n"
-        << "  static constexpr bool kHintedLoads = " << (hints_loads() ? "true" : "false") << ";\n"
-        << "  static ARK_LOOP const Operand* operands() { return kOperands; }\n"
-        << "  static ARK_LOOP const WaitFor* waits() { return kWaits; }\n"
-        << "  static ARK_LOOP const int* signals() { return kSignals; }\n"
-        << "  static ARK_LOOP const TaskEntry* tasks() { return kTasks; }\n"
-        << "  static ARK_LOOP const LoadEntry* loads() { return kLoads; }\n"
-        << "  static ARK_LOOP const QueueEntry* queues() { return kQueues; }\n"
-        << "  static ARK_LOOP void run(int function, Context context, Operands p) {\n    switch (function) {\n";
+    append(out,
+           "struct Plan {{\n"
+           "  static constexpr int kClosing = {}, kClosers = {}, kLeader = {};\n"
+           "  static constexpr int kFunctions = {};\n"
+           "  static constexpr bool kPackets = {}, kPushes = {};\n"
+           "  static constexpr bool kHintedLoads = {};\n",
+           closing.event, closing.workers, closing.leader, functions_.names().size(), has_packets(), has_pushes(),
+           hints_loads());
+    out +=
+        "  static ARK_LOOP const Operand* operands() { return kOperands; }\n"
+        "  static ARK_LOOP const WaitFor* waits() { return kWaits; }\n"
+        "  static ARK_LOOP const int* signals() { return kSignals; }\n"
+        "  static ARK_LOOP const TaskEntry* tasks() { return kTasks; }\n"
+        "  static ARK_LOOP const LoadEntry* loads() { return kLoads; }\n"
+        "  static ARK_LOOP const QueueEntry* queues() { return kQueues; }\n"
+        "  static ARK_LOOP void run(int function, Context context, Operands p) {\n    switch (function) {\n";
     for (size_t i = 0; i < functions_.names().size(); ++i) {
       const std::string &name = functions_.names()[i], &misaligned = functions_.misaligned()[i];
-      out << "      case " << i << ": " << name << (misaligned.empty() ? "" : "<true>") << "(context, p); break;\n";
-      if (!misaligned.empty()) out << "      case kFunctions + " << i << ": " << misaligned << "(context, p); break;\n";
+      append(out, "      case {}: {}{}(context, p); break;\n", i, name, misaligned.empty() ? "" : "<true>");
+      if (!misaligned.empty()) append(out, "      case kFunctions + {}: {}(context, p); break;\n", i, misaligned);
     }
-    out << "    }\n  }\n};\n\n}  // namespace\n\nextern \"C\" __global__ void __launch_bounds__(kThreads, 1) "
-        << kLoopKernel << "(\n    const __grid_constant__ ark::loop::Launch<" << pointers()
-        << "> launch) {\n  run_loop<Plan>(launch);\n}\n";
+    append(out,
+           "    }}\n  }}\n}};\n\n}}  // namespace\n\nextern \"C\" __global__ void __launch_bounds__(kThreads, 1) {}(\n"
+           "    const __grid_constant__ ark::loop::Launch<{}> launch) {{\n  run_loop<Plan>(launch);\n}}\n",
+           kLoopKernel, pointers());
   }
 
   const Plan& plan_;

@@ -49,17 +49,17 @@ void emit_added(FunctionWriter& to, const AttentionStage& attention, const std::
                 const std::vector<std::string>& indices, const std::function<void()>& make) {
   const AttentionStage::Added& added = attention.added;
   const Value &k = to.value(attention.k), &key = to.value(added.k), &value = to.value(added.v);
-  const std::string position = to.pointer(added.position, false), size = number(added.size);
-  const std::string first = "(now(" + to.pointer_later(attention.k, true) + ") - now(" +
-                            to.pointer_later(added.cache, false) + ")) / " + number(k.strides[2]);
-  to.open(call + ", " + at(to.pointer(added.k, false), indices, {0, key.strides[1]}) + ", " +
-          at(to.pointer(added.v, false), indices, {0, value.strides[1]}) + ", [&, p]() -> int64_t");
-  to.line("const int64_t given = load_one(" + position + ");");
-  to.line("[[maybe_unused]] const int64_t begin = " + indices[1] + ", end = begin + 1;");
+  const std::string position = to.pointer(added.position, false);
+  const std::string cache_at = to.pointer_later(added.cache, false), k_at = to.pointer_later(attention.k, true);
+  const std::string new_v = at(to.pointer(added.v, false), indices, {0, value.strides[1]}),
+                    new_k = at(to.pointer(added.k, false), indices, {0, key.strides[1]});
+  to.open("{}, {}, {}, [&, p]() -> int64_t", call, new_k, new_v);
+  to.line("const int64_t given = load_one({});", position);
+  to.line("[[maybe_unused]] const int64_t begin = {}, end = begin + 1;", indices[1]);
   make();
-  to.line(std::string("const int64_t index = ") + (added.wrap ? "given < 0 ? given + " + size + " : " : "") + "given;");
-  to.line("return index_fits(context, index, " + size + ", given, " + number(added.dim) + ") ? index - " + first +
-          " : -1;");
+  to.line("const int64_t index = {}given;", added.wrap ? formatted("given < 0 ? given + {} : ", added.size) : "");
+  to.line("return index_fits(context, index, {}, given, {}) ? index - (now({}) - now({})) / {} : -1;", added.size,
+          added.dim, k_at, cache_at, k.strides[2]);
   to.close("});");
 }
 
@@ -69,7 +69,7 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention, const s
   const Value &q = to.value(attention.q), &k = to.value(attention.k), &v = to.value(attention.v),
               &out = to.value(attention.out);
   for (const Value* one : {&q, &k, &v, &out}) {
-    if (!is_floating(one->type)) to.refuse("attention over " + std::string(name_of(one->type)));
+    if (!is_floating(one->type)) to.refuse("attention over {}", name_of(one->type));
     if (one->shape.size() != 4) to.refuse("attention over tensors that do not have 4 dimensions");
   }
   const int64_t batch = q.shape[0], kv_heads = k.shape[1], heads = q.shape[1] / kv_heads;
@@ -79,7 +79,7 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention, const s
   // A row's running result is in registers (CPU) or in a tile in shared memory (CUDA). Each size has its own code.
   const int64_t most = to.cuda() ? 256 : 512;
   if (columns > most || value_columns > most)
-    to.refuse("attention with heads of " + number(columns) + " and " + number(value_columns) + " numbers");
+    to.refuse("attention with heads of {} and {} numbers", columns, value_columns);
 
   const bool added = attention.added.k >= 0;
   TextNest nest(to, {batch, kv_heads}, to.axis_of(attention.out, true) == 0 ? 0 : 1, "b", true);
@@ -116,34 +116,34 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention, const s
   scale.literal = attention.scale;
   std::string factor = cpp_lanes(scale);  // splat(...)
   factor = factor.substr(6, factor.size() - 7);
-  to.line("constexpr Attention s{.heads = " + number(heads) + ", .queries = " + number(q.shape[2]) +
-          ", .keys = " + number(k.shape[2]) + ", .q_head = " + number(head(q)) + ", .q_row = " + number(stride(q, 2)) +
-          ", .q_column = " + number(column(q)) + ",");
-  to.line("                      .k_row = " + number(stride(k, 2)) + ", .k_column = " + number(column(k)) +
-          ", .v_row = " + number(stride(v, 2)) + ", .v_column = " + number(column(v)) +
-          ", .out_head = " + number(head(out)) + ", .out_row = " + number(stride(out, 2)) + ",");
-  to.line("                      .out_column = " + number(column(out)) + ", .mask_head = " + number(mask_head) +
-          ", .mask_row = " + number(mask_row) + ", .mask_column = " + number(mask_column) + ", .scale = " + factor +
-          ", .causal = " + (attention.causal ? "true" : "false") +
-          (to.cuda() && attention.causal ? ", .first_query = " + number(attention.first_query) : "") +
-          (to.cuda() ? ", .aligned = " + aligned + ", .cache = " + to.cache_text(attention.k) : "") +
-          (attention.states >= 0 ? ", .part = true" : "") + "};");
+  std::string rest;
+  if (to.cuda() && attention.causal) append(rest, ", .first_query = {}", attention.first_query);
+  if (to.cuda()) append(rest, ", .aligned = {}, .cache = {}", aligned, to.cache_text(attention.k));
+  if (attention.states >= 0) rest += ", .part = true";
+  to.line("constexpr Attention s{{.heads = {}, .queries = {}, .keys = {}, .q_head = {}, .q_row = {}, .q_column = {},",
+          heads, q.shape[2], k.shape[2], head(q), stride(q, 2), column(q));
+  to.line(
+      "                      .k_row = {}, .k_column = {}, .v_row = {}, .v_column = {}, .out_head = {}, .out_row = {},",
+      stride(k, 2), column(k), stride(v, 2), column(v), head(out), stride(out, 2));
+  to.line(
+      "                      .out_column = {}, .mask_head = {}, .mask_row = {}, .mask_column = {}, .scale = {}, "
+      ".causal = {}{}}};",
+      column(out), mask_head, mask_row, mask_column, factor, attention.causal, rest);
   if (!to.cuda() && (attention.first_query != 0 || attention.states >= 0)) to.refuse("a part of an attention");
   const int64_t padded = (columns + 15) / 16 * 16, padded_values = (value_columns + 15) / 16 * 16;
   if (!to.cuda())
     to.scratch((16 * (padded + padded_values) + padded * 64) * 4);  // attention_scratch() of attention.hpp
   // Strides are a template argument of the kernels that select code by them.
   if (groups) to.multiply_by_groups();
-  const std::string sizes = number(columns) + ", " + number(value_columns);
-  const std::string call = !to.cuda() ? "attend<" + sizes + ">(context, s, "
-                           : groups   ? "attend_by_groups<s>(context, "
-                                      : "attend<" + sizes + ", s>(context, ";
-  const std::string operands = q_at + ", " + k_at + ", " + v_at + ", " + mask_at + ", " + out_at;
+  const std::string kernel = !to.cuda() ? formatted("attend<{}, {}>(context, s", columns, value_columns)
+                             : groups   ? "attend_by_groups<s>(context"
+                                        : formatted("attend<{}, {}, s>(context", columns, value_columns);
+  if (added && states_at.empty()) states_at = ", static_cast<float*>(nullptr)";
+  const std::string call = formatted("{}, {}, {}, {}, {}, {}{}", kernel, q_at, k_at, v_at, mask_at, out_at, states_at);
   if (added)
-    emit_added(to, attention, call + operands + (states_at.empty() ? ", static_cast<float*>(nullptr)" : states_at),
-               indices, make);
+    emit_added(to, attention, call, indices, make);
   else
-    to.line(call + operands + states_at + ");");
+    to.line("{});", call);
   nest.close();
 }
 
@@ -153,15 +153,17 @@ void emit_combine(FunctionWriter& to, const CombineStage& combine) {
   const int axis = to.axis_of(combine.out, true);
   TextNest nest(to, {out.shape[0]}, axis == 0 ? 0 : -1, "b");
   const std::vector<std::string>& batch = nest.names();
-  to.line("constexpr AttentionParts s{.queries = " + number(out.shape[2]) + ", .sums = " + number(sums.strides[0]) +
-          ", .states = " + number(states.strides[0]) + ", .out_head = " + number(out.strides[1]) +
-          ", .out_row = " + number(out.strides[2]) + ", .out_column = " + number(out.strides[3]) + "};");
-  to.line("combine_parts<" + number(sums.shape[0]) + ", " + number(out.shape[3]) + ", s>(" +
-          at(to.pointer(combine.sums, false), batch, {sums.strides[1]}) + ", " +
-          at(to.pointer(combine.states, false), batch, {states.strides[1]}) + ", " +
-          at(to.pointer(combine.out, true), batch, {out.strides[0]}) + ", " +
-          (axis == 0 ? "0, " + number(out.shape[1]) : to.tile_begin(out.shape[1]) + ", " + to.tile_end(out.shape[1])) +
-          ");");
+  to.line(
+      "constexpr AttentionParts s{{.queries = {}, .sums = {}, .states = {}, .out_head = {}, .out_row = {}, "
+      ".out_column = {}}};",
+      out.shape[2], sums.strides[0], states.strides[0], out.strides[1], out.strides[2], out.strides[3]);
+  const std::string out_at = at(to.pointer(combine.out, true), batch, {out.strides[0]}),
+                    states_at = at(to.pointer(combine.states, false), batch, {states.strides[1]}),
+                    sums_at = at(to.pointer(combine.sums, false), batch, {sums.strides[1]});
+  const std::string begin = axis == 0 ? "0" : to.tile_begin(out.shape[1]),
+                    end = axis == 0 ? formatted("{}", out.shape[1]) : to.tile_end(out.shape[1]);
+  to.line("combine_parts<{}, {}, s>({}, {}, {}, {}, {});", sums.shape[0], out.shape[3], sums_at, states_at, out_at,
+          begin, end);
   nest.close();
 }
 

@@ -18,7 +18,8 @@ using Texts = std::vector<std::string>;
 // The number of a dimension's indices that a tile takes.
 std::string tile_length(const FunctionWriter& to, int64_t size) {
   const std::string begin = to.tile_begin(size);
-  return to.tile_end(size) + " - " + (begin.find(' ') == std::string::npos ? begin : "(" + begin + ")");
+  return formatted("{} - {}", to.tile_end(size),
+                   begin.find(' ') == std::string::npos ? begin : formatted("({})", begin));
 }
 
 // A tile's indices as one flat number. The cut dimension is the outermost, so that every divisor is a constant.
@@ -30,14 +31,14 @@ class FlatSpace {
     for (int d = static_cast<int>(shape.size()) - 1; d >= 0; --d) {
       const int64_t size = shape[static_cast<size_t>(d)];
       if (d == axis || size == 1) continue;
-      add(d, inner, " % " + number(size));
+      add(d, inner, formatted(" % {}", size));
       inner *= size;
     }
-    count_ = "uint32_t(" + number(inner) + ")";
+    count_ = formatted("uint32_t({})", inner);
     if (axis >= 0) {
       const int64_t size = shape[static_cast<size_t>(axis)];
       add(axis, inner, " + " + to.tile_begin(size));
-      count_ = "uint32_t((" + tile_length(to, size) + ") * " + number(inner) + ")";
+      count_ = formatted("uint32_t(({}) * {})", tile_length(to, size), inner);
       inner *= size;
     }
     if (inner >= int64_t{1} << 31) to.refuse("it moves more than 2^31 elements");
@@ -46,13 +47,13 @@ class FlatSpace {
   const Texts& names() const { return names_; }
   // Defines the indices from the flat number with this name.
   void define(const std::string& flat) const {
-    for (const auto& [name, rest] : indices_) to_.line("const int64_t " + name + " = " + flat + rest + ";");
+    for (const auto& [name, rest] : indices_) to_.line("const int64_t {} = {}{};", name, flat, rest);
   }
 
  private:
   void add(int d, int64_t inner, const std::string& rest) {
-    names_[static_cast<size_t>(d)] = "i" + number(d);
-    indices_.emplace_back(names_[static_cast<size_t>(d)], (inner == 1 ? "" : " / " + number(inner)) + rest);
+    names_[static_cast<size_t>(d)] = formatted("i{}", d);
+    indices_.emplace_back(names_[static_cast<size_t>(d)], (inner == 1 ? "" : formatted(" / {}", inner)) + rest);
   }
 
   FunctionWriter& to_;
@@ -66,7 +67,7 @@ struct CudaRun {
   CudaRun(const FunctionWriter& to, const Shape& shape, size_t walked, int axis)
       : there(shape.size() > walked), cut(there && axis == static_cast<int>(shape.size()) - 1) {
     const int64_t size = there ? shape.back() : 1;
-    length = cut ? "uint32_t(" + tile_length(to, size) + ")" : "uint32_t(" + number(size) + ")";
+    length = formatted("uint32_t({})", cut ? tile_length(to, size) : formatted("{}", size));
     first = cut ? to.tile_begin(size) : "0";
   }
   // The walked dimensions before it.
@@ -87,22 +88,19 @@ bool lie_aligned(const Value& value, const std::vector<int64_t>& strides) {
   return aligned;
 }
 
-std::string flag(bool value) {
-  return value ? "true" : "false";
-}
-
 // The rows of a stage along `dim`: "to, from, count" and a function that returns each row's address.
 class CudaRows {
  public:
   CudaRows(FunctionWriter& to, int input, int out, int dim)
       : to_(to), input_(to.value(input)), out_(to.value(out)), space_(to, lengths(dim), to.axis_of(out, true)) {
-    operands_ = to.pointer(out, true) + ", " + to.pointer(input, false) + ", " + space_.count() + ", ";
+    const std::string from_at = to.pointer(input, false), to_at = to.pointer(out, true);
+    operands_ = formatted("{}, {}, {}", to_at, from_at, space_.count());
   }
   void call(const std::string& function, const std::string& before) {
-    to_.open(function + "(" + operands_ + before + "[&](uint32_t row, int64_t& to_at, int64_t& from_at)");
+    to_.open("{}({}, {}[&](uint32_t row, int64_t& to_at, int64_t& from_at)", function, operands_, before);
     space_.define("row");
-    to_.line("to_at = " + cpp_offset(space_.names(), out_.strides) + ";");
-    to_.line("from_at = " + cpp_offset(space_.names(), input_.strides) + ";");
+    to_.line("to_at = {};", cpp_offset(space_.names(), out_.strides));
+    to_.line("from_at = {};", cpp_offset(space_.names(), input_.strides));
     to_.close("});");
   }
 
@@ -139,9 +137,9 @@ class CudaScatter {
     const CudaRun run(to_, source_.shape, dim_ + 1, axis_);
     const FlatSpace space(to_, run.outer(source_.shape), run.cut ? -1 : axis_);
     const bool aligned = run.there && lie_aligned(base_, base_.strides) && lie_aligned(source_, strides_);
-    to_.open("copy_runs<" + number(run.stride(base_.strides)) + ", " + number(run.stride(strides_)) + ", " +
-             flag(aligned) + ">(" + run.begin(base_at_, base_.strides) + ", " + run.begin(source_at_, strides_) + ", " +
-             space.count() + ", " + run.length + ", [&](uint32_t run, int64_t& to_at, int64_t& from_at)");
+    to_.open("copy_runs<{}, {}, {}>({}, {}, {}, {}, [&](uint32_t run, int64_t& to_at, int64_t& from_at)",
+             run.stride(base_.strides), run.stride(strides_), aligned, run.begin(base_at_, base_.strides),
+             run.begin(source_at_, strides_), space.count(), run.length);
     space.define("run");
     places(space.names(), "return false");
     to_.line("return true;");
@@ -149,12 +147,11 @@ class CudaScatter {
   }
   // Writes in parallel if positions are strictly increasing; otherwise execution continues after this text.
   void side_by_side_if_growing() {
-    const std::string size = number(base_.shape[dim_]);
     to_.open("const auto index_of = [&](int64_t position)");
-    to_.line("const int64_t given = load_one(" + at(index_at_, {"position"}, {index_stride()}) + ");");
-    to_.line(scatter_.wrap ? "return given < 0 ? given + " + size + " : given;" : "return given;");
+    to_.line("const int64_t given = load_one({});", at(index_at_, {"position"}, {index_stride()}));
+    to_.line("return {}given;", scatter_.wrap ? formatted("given < 0 ? given + {} : ", base_.shape[dim_]) : "");
     to_.close("};");
-    to_.open("if (growing(" + number(source_.shape[dim_]) + ", index_of))");
+    to_.open("if (growing({}, index_of))", source_.shape[dim_]);
     side_by_side();
     to_.line("return;");
     to_.close();
@@ -163,13 +160,14 @@ class CudaScatter {
     Shape columns = source_.shape;
     columns[dim_] = 1;
     const FlatSpace space(to_, columns, axis_);
-    to_.open("put_in_order<" + flag(scatter_.accumulate) + ">(" + base_at_ + ", " + source_at_ + ", " + space.count() +
-             ", " + number(source_.shape[dim_]) +
-             ", [&](uint32_t column, int64_t position, int64_t& to_at, int64_t& from_at) -> int64_t");
+    to_.open(
+        "put_in_order<{}>({}, {}, {}, {}, "
+        "[&](uint32_t column, int64_t position, int64_t& to_at, int64_t& from_at) -> int64_t",
+        scatter_.accumulate, base_at_, source_at_, space.count(), source_.shape[dim_]);
     space.define("column");
     Texts names = space.names();
     names[dim_] = "position";
-    to_.line("return " + places(names, "return -1") + ";");
+    to_.line("return {};", places(names, "return -1"));
     to_.close("});");
   }
 
@@ -181,8 +179,8 @@ class CudaScatter {
         scatter_.along ? at(index_at_, names, index_.strides) : at(index_at_, {names[dim_]}, {index_stride()});
     Texts of_base = names;
     of_base[dim_] = emit_index(to_, place, base_, dim_, dim_, scatter_.wrap, leave);
-    to_.line("to_at = " + cpp_offset(of_base, base_.strides) + ";");
-    to_.line("from_at = " + cpp_offset(names, strides_) + ";");
+    to_.line("to_at = {};", cpp_offset(of_base, base_.strides));
+    to_.line("from_at = {};", cpp_offset(names, strides_));
     return of_base[dim_];
   }
 
@@ -206,10 +204,10 @@ void emit_cuda_gather(FunctionWriter& to, const GatherStage& gather) {
   const FlatSpace space(to, run.outer(out.shape), run.cut ? -1 : axis);
   const Texts& names = space.names();
   const bool aligned = run.there && lie_aligned(out, out.strides) && lie_aligned(table, table.strides);
-  to.open("copy_runs<" + number(run.stride(out.strides)) + ", " + number(run.stride(table.strides)) + ", " +
-          flag(aligned) + ">(" + run.begin(to.element_pointer(gather.out, true), out.strides) + ", " +
-          run.begin(to.element_pointer(gather.table, false), table.strides) + ", " + space.count() + ", " + run.length +
-          ", [&](uint32_t run, int64_t& to_at, int64_t& from_at)");
+  const std::string table_at = run.begin(to.element_pointer(gather.table, false), table.strides),
+                    out_at = run.begin(to.element_pointer(gather.out, true), out.strides);
+  to.open("copy_runs<{}, {}, {}>({}, {}, {}, {}, [&](uint32_t run, int64_t& to_at, int64_t& from_at)",
+          run.stride(out.strides), run.stride(table.strides), aligned, out_at, table_at, space.count(), run.length);
   space.define("run");
   const auto from_dim = static_cast<int64_t>(dim), behind = static_cast<int64_t>(dim + many);
   const Texts of_index(names.begin() + (gather.along ? 0 : from_dim), names.begin() + behind);
@@ -219,8 +217,8 @@ void emit_cuda_gather(FunctionWriter& to, const GatherStage& gather) {
     of_table.push_back(emit_index(to, place, table, dim + i, dim, gather.wrap, "return false"));
   }
   of_table.insert(of_table.end(), names.begin() + (gather.along ? from_dim + 1 : behind), names.end());
-  to.line("to_at = " + cpp_offset(names, out.strides) + ";");
-  to.line("from_at = " + cpp_offset(of_table, table.strides) + ";");
+  to.line("to_at = {};", cpp_offset(names, out.strides));
+  to.line("from_at = {};", cpp_offset(of_table, table.strides));
   to.line("return true;");
   to.close("});");
 }
@@ -245,11 +243,11 @@ void emit_cuda_select(FunctionWriter& to, const SelectStage& select) {
   int64_t keys = threads;
   while (keys < (by_threshold ? candidates : length)) keys *= 2;
   const int64_t bytes = keys * (input.type == ScalarType::i64 ? 16 : 8);
-  if (bytes > most) to.refuse("it sorts rows of " + number(length) + " numbers");
+  if (bytes > most) to.refuse("it sorts rows of {} numbers", length);
   const int64_t scratch_bytes = bytes > shared ? bytes : 0;
   CudaRows rows(to, select.input, select.out, select.dim);
-  rows.call("select_rows<" + flag(select.largest) + ", " + number(length) + ", " + number(count) + ", " +
-                number(out.strides[dim]) + ", " + number(input.strides[dim]) + ", " + number(scratch_bytes) + ">",
+  rows.call(formatted("select_rows<{}, {}, {}, {}, {}, {}>", select.largest, length, count, out.strides[dim],
+                      input.strides[dim], scratch_bytes),
             to.scratch_at(to.scratch(scratch_bytes)) + ", ");
 }
 
@@ -257,8 +255,7 @@ void emit_cuda_scan(FunctionWriter& to, const ScanStage& scan) {
   const Value &input = to.value(scan.input), &out = to.value(scan.out);
   const auto dim = static_cast<size_t>(scan.dim);
   CudaRows rows(to, scan.input, scan.out, scan.dim);
-  rows.call("scan_rows<" + flag(scan.product) + ", " + number(out.shape[dim]) + ", " + number(out.strides[dim]) + ", " +
-                number(input.strides[dim]) + ">",
+  rows.call(formatted("scan_rows<{}, {}, {}, {}>", scan.product, out.shape[dim], out.strides[dim], input.strides[dim]),
             "");
 }
 

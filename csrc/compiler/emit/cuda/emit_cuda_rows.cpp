@@ -15,8 +15,7 @@ void RowEmitter::open_threads() {
   if (!nest_.has_numbers()) {
     if (nest_.rows() * nest_.columns() < kManyElements) return;
     turns_ = code_.size() <= (nest_.loops().size() == 1 ? kShortProgram : kShortAmongPlaces) ? 8 : 4;
-    return to_.open("for_blocks<" + std::to_string(turns_) + ">(" + nest_.count(true) +
-                    ", [&](int64_t first, int64_t past)");
+    return to_.open("for_blocks<{}>({}, [&](int64_t first, int64_t past)", turns_, nest_.count(true));
   }
   // By shape only: the order of a sum must not depend on the tile.
   const bool narrow = nest_.columns() <= 64 || (nest_.columns() <= 1024 && nest_.rows() >= 2048);
@@ -25,10 +24,9 @@ void RowEmitter::open_threads() {
   const int64_t turns = (nest_.columns() + threads - 1) / threads;
   turns_ = turns <= kMostTurns ? static_cast<int>(turns) : 0;
   in_runs_ = turns_ > 1 && (turns_ & (turns_ - 1)) == 0 && nest_.columns() % turns_ == 0 && whole_columns();
-  const std::string warps =
-      to_.first_thread() == 0 ? "Warp" : "WarpFrom<" + std::to_string(to_.first_thread() / 32) + ">";
-  to_.line("using Group = " + (narrow ? warps : several ? "Warps4" : "Block") + ";");
-  to_.open("for_rows<Group>(" + nest_.count(false) + ", [&]([[maybe_unused]] int64_t row)");
+  const std::string warps = to_.first_thread() == 0 ? "Warp" : formatted("WarpFrom<{}>", to_.first_thread() / 32);
+  to_.line("using Group = {};", narrow ? warps : several ? "Warps4" : "Block");
+  to_.open("for_rows<Group>({}, [&]([[maybe_unused]] int64_t row)", nest_.count(false));
   nest_.take_apart("row", false);
 }
 
@@ -79,8 +77,7 @@ void RowEmitter::load_first(const Registers& need, std::set<int>& keep) {
     const bool run = is_run(at(i)), polled = run && to_.is_polled(at(i).value);
     only[static_cast<size_t>(i)] = !polled;
     others[static_cast<size_t>(i)] = !run;
-    if (run && !polled)
-      aligned += (aligned.empty() ? "" : " && ") + ("run_fits<" + std::to_string(turns_)) + ">(" + run_of(at(i)) + ")";
+    if (run && !polled) append(aligned, "{}run_fits<{}>({})", aligned.empty() ? "" : " && ", turns_, run_of(at(i)));
   }
   const auto load_runs = [&](bool polled) {
     for (const int i : loads)
@@ -90,7 +87,7 @@ void RowEmitter::load_first(const Registers& need, std::set<int>& keep) {
   if (aligned.empty()) {
     if (any_other) pass_of_threads(others, loads);
   } else {  // all runs or none, since a branch per load would wait for each load before the next
-    to_.open("if (" + aligned + ")");
+    to_.open("if ({})", aligned);
     load_runs(false);
     if (any_other) pass_of_threads(others, loads);
     to_.close();
@@ -109,48 +106,45 @@ void RowEmitter::load_first(const Registers& need, std::set<int>& keep) {
 // Loads a run into its array, if the run is aligned.
 std::string RowEmitter::loads_run(int i) {
   const Instruction& one = at(i);
-  const std::string turns = std::to_string(turns_), into = "(k" + std::to_string(i) + ", " + run_of(one);
-  if (one.parts.count == 1) return "load_run<Group, " + turns + ">" + into + ", " + nest_.count(true) + ");";
-  return "load_run_of_parts<Group, " + turns + ", " + std::to_string(one.parts.count) + ">" + into + ", " +
-         std::to_string(one.parts.apart) + ", " + nest_.count(true) + ", [](float sum) { return " +
-         RowExpressions::rounded(one, "sum") + "; });";
+  if (one.parts.count == 1)
+    return formatted("load_run<Group, {}>(k{}, {}, {});", turns_, i, run_of(one), nest_.count(true));
+  return formatted("load_run_of_parts<Group, {}, {}>(k{}, {}, {}, {}, [](float sum) {{ return {}; }});", turns_,
+                   one.parts.count, i, run_of(one), one.parts.apart, nest_.count(true),
+                   RowExpressions::rounded(one, "sum"));
 }
 
 // Loads a column's element.
 std::string RowEmitter::load_element(const Instruction& one) {
-  if (one.parts.count == 1) return "load_one(" + nest_.base(one, true) + ")";
-  return RowExpressions::rounded(one, "load_parts<" + std::to_string(one.parts.count) + (seldom_ ? ", false" : "") +
-                                          ">(" + nest_.base(one, true) + ", " + std::to_string(one.parts.apart) + ")");
+  if (one.parts.count == 1) return formatted("load_one({})", nest_.base(one, true));
+  return RowExpressions::rounded(one, formatted("load_parts<{}{}>({}, {})", one.parts.count, seldom_ ? ", false" : "",
+                                                nest_.base(one, true), one.parts.apart));
 }
 
 void RowEmitter::kept_array(int i) {
-  to_.line(std::string(lanes_of(at(i).type)) + " k" + std::to_string(i) + "[" + std::to_string(turns_) + "] = {};");
+  to_.line("{} k{}[{}] = {{}};", lanes_of(at(i).type), i, turns_);
 }
 
 void RowEmitter::pass_of_threads(const Registers& need, const std::set<int>& keep) {
   const bool turns = turns_ > 0;
-  const std::string many = "<" + std::to_string(turns_) + ">(first, past";
-  const std::string by_columns = in_runs_ ? "for_runs" : "for_columns";
-  const std::string elements =
-      to_.first_thread() == 0 ? "for_elements(" : "for_elements<" + std::to_string(to_.first_thread()) + ">(";
-  const std::string over = !nest_.has_numbers() ? (turns ? "for_turns" + many : elements + nest_.count(true))
-                           : turns ? by_columns + "<Group, " + std::to_string(turns_) + ">(" + nest_.count(true)
-                                   : "for_columns<Group>(" + nest_.count(true);
+  const std::string from = to_.first_thread() == 0 ? "" : formatted("<{}>", to_.first_thread());
+  std::string over;
+  if (nest_.has_numbers())
+    over = turns ? formatted("{}<Group, {}>({}", in_runs_ ? "for_runs" : "for_columns", turns_, nest_.count(true))
+                 : formatted("for_columns<Group>({}", nest_.count(true));
+  else
+    over = turns ? formatted("for_turns<{}>(first, past", turns_)
+                 : formatted("for_elements{}({}", from, nest_.count(true));
   std::vector<int> runs;  // stored after the pass
   for (int i = 0; i < count(); ++i)
     if (need[static_cast<size_t>(i)] && at(i).kind == Kind::store && is_run(at(i))) runs.push_back(i);
-  for (const int i : runs)
-    to_.line(std::string(lanes_of(to_.value(at(i).value).type)) + " o" + std::to_string(i) + "[" +
-             std::to_string(turns_) + "] = {};");
-  to_.open(over + ", [&]([[maybe_unused]] int64_t column" + (turns ? ", [[maybe_unused]] int turn)" : ")"));
+  for (const int i : runs) to_.line("{} o{}[{}] = {{}};", lanes_of(to_.value(at(i).value).type), i, turns_);
+  to_.open("{}, [&]([[maybe_unused]] int64_t column{})", over, turns ? ", [[maybe_unused]] int turn" : "");
   nest_.take_apart("column", true);
   const Registers rest = poll_together(need, keep);
   for (int i = 0; i < count(); ++i)
     if (rest[static_cast<size_t>(i)]) column_instruction(i, keep);
   to_.close("});");
-  for (const int i : runs)
-    to_.line("store_run<Group, " + std::to_string(turns_) + ">(" + run_of(at(i)) + ", o" + std::to_string(i) + ", " +
-             nest_.count(true) + ");");
+  for (const int i : runs) to_.line("store_run<Group, {}>({}, o{}, {});", turns_, run_of(at(i)), i, nest_.count(true));
 }
 
 // If a pass polls packets, writes all its loads here, packets last and polled together. Returns what remains.
@@ -161,14 +155,14 @@ RowEmitter::Registers RowEmitter::poll_together(const Registers& need, const std
   for (int i = 0; i < count(); ++i) {
     if (!need[static_cast<size_t>(i)] || kept_.count(i) != 0 || at(i).kind != Kind::load || !to_.is_polled(at(i).value))
       continue;
-    polled_.emplace(i, "polled[" + std::to_string(polled_.size()) + "]");
+    polled_.emplace(i, formatted("polled[{}]", polled_.size()));
     from += ", " + nest_.base(at(i), true);
   }
   if (polled_.empty()) return rest;
   for (const bool polled : {false, true}) {
     if (polled) {
-      to_.line("Floats polled[" + std::to_string(polled_.size()) + "];");
-      to_.line("poll_each(polled" + from + ");");
+      to_.line("Floats polled[{}];", polled_.size());
+      to_.line("poll_each(polled{});", from);
     }
     for (int i = 0; i < count(); ++i) {
       if (!need[static_cast<size_t>(i)] || at(i).kind != Kind::load || (polled_.count(i) != 0) != polled) continue;

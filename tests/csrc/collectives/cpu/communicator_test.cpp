@@ -1,5 +1,5 @@
-// Every collective over shared memory, ranks as threads: results against plain loops, algorithms against each other
-// bit for bit, failures told alike on all ranks.
+// Tests every collective over shared memory, with threads as ranks. Results are compared with plain loops, algorithms
+// with each other bit for bit, and all ranks must report failures the same way.
 #include <algorithm>
 
 #include "collectives/cpu/ranks.hpp"
@@ -22,7 +22,7 @@ ShmOptions options_with(Algorithm algorithm, uint32_t chunk, uint64_t max_bytes)
   return options;
 }
 
-// What rank-order float32 addition gives, independently of the kernels.
+// Adds in float32 in rank order, independently of the kernels.
 std::vector<float> rank_order_sum(const std::vector<std::vector<float>>& inputs) {
   std::vector<float> sums = inputs[0];
   for (size_t r = 1; r < inputs.size(); ++r) {
@@ -34,7 +34,7 @@ std::vector<float> rank_order_sum(const std::vector<std::vector<float>>& inputs)
 class Collectives : public testing::TestWithParam<std::tuple<int, uint32_t>> {
  protected:
   int size() const { return std::get<0>(GetParam()); }
-  // Small chunks: one shot for small tensors, two shots beyond. Large ones: one shot always, in several chunks.
+  // Small chunks: one shot for small tensors, two shots above. Large chunks: always one shot, in several chunks.
   ShmOptions options() const {
     const uint32_t chunk = std::get<1>(GetParam());
     return options_with(Algorithm::one_shot, chunk, chunk > 2048 ? ~uint64_t{0} : 2048);
@@ -127,7 +127,7 @@ TEST_P(Collectives, ReduceScatterAndAllToAll) {
           std::vector<std::vector<float>> theirs;
           for (int r = 0; r < size(); ++r) theirs.push_back(part_of(r, rank));
           EXPECT_EQ(out, rank_order_sum(theirs));
-          // Uneven: rank a sends count * (a + 2 b) % 3 floats to rank b.
+          // Uneven: rank a sends count * ((a + 2 b) % 3) floats to rank b.
           auto length = [&](int from, int to) { return count * ((from + 2 * to) % 3); };
           std::vector<std::vector<float>> sent, received;
           std::vector<ark::Bytes> ins;
@@ -186,7 +186,7 @@ TEST(CollectivesBits, FactorsOfEveryRankAreUsed) {
   }
 }
 
-// Ranks that disagree all hear of it, and no output byte is written.
+// All ranks that disagree must get an error, and no output byte may be written.
 void expect_mismatch(const std::function<Operation(int rank)>& op_of, bool debug, const std::string& words) {
   ShmOptions options = default_options();
   options.debug = debug;
@@ -277,7 +277,7 @@ TEST(Failure, WhoLeavesAfterDoingItsPartDoesNoHarm) {
 
 TEST(Failure, WhoLeavesWhileOthersAreLateDoesNoHarm) {
   expect_no_errors(run_ranks(3, [&](ShmCommunicator& group, int rank) {
-    if (rank == 1) std::this_thread::sleep_for(milliseconds(300));  // rank 2 has left; the root waits for this one
+    if (rank == 1) std::this_thread::sleep_for(milliseconds(300));  // rank 2 has left; the root waits for this rank
     const float value = 1;
     float sum = 0;
     group.reduce(operation(Kind::reduce, 1, DType::f32, 1, ReduceOp::sum, 0), &value, &sum, 1);
@@ -289,7 +289,7 @@ TEST(Failure, WhoLeavesWhileOthersAreLateDoesNoHarm) {
 
 TEST(Failure, WhoLeavesWithoutDoingItsPartIsNamed) {
   const auto errors = run_ranks(3, [&](ShmCommunicator& group, int rank) {
-    if (rank == 1) return;  // says goodbye
+    if (rank == 1) return;  // leaves with a goodbye
     float value = 1;
     group.all_reduce(operation(Kind::all_reduce, 1, DType::f32, 1), &value, &value, 1);
   });

@@ -1,4 +1,4 @@
-// send and recv between ranks that are threads: matching, order, sizes, backpressure, failure.
+// Tests send and recv between threads as ranks: matching, order, sizes, backpressure and failure.
 #include <algorithm>
 #include <atomic>
 #include <memory>
@@ -10,7 +10,7 @@ namespace {
 
 struct Request {
   TransferPtr transfer = std::make_shared<Transfer>();
-  // Not an exception_ptr: libstdc++ counts its references where ThreadSanitizer does not look.
+  // Not an exception_ptr, because ThreadSanitizer does not see libstdc++'s reference counts.
   std::shared_ptr<std::optional<Error>> error = std::make_shared<std::optional<Error>>();
 
   bool finish(ShmCommunicator& group, milliseconds limit = milliseconds(20000)) {
@@ -46,13 +46,13 @@ Request recv(ShmCommunicator& group, int peer, int tag, std::vector<float>& data
   return post(group, false, peer, tag, data);
 }
 
-constexpr size_t kLarge = 1 << 19;  // floats: four times what a channel holds
+constexpr size_t kLarge = 1 << 19;  // floats: four times the capacity of a channel
 
 TEST(PointToPoint, LargeMessagesCrossWithoutBlocking) {
   expect_no_errors(run_ranks(2, [&](ShmCommunicator& group, int rank) {
     auto mine = random_floats(kLarge, rank);
     std::vector<float> theirs(kLarge, -1);
-    Request sending = send(group, 1 - rank, 0, mine);  // both first send: neither may block
+    Request sending = send(group, 1 - rank, 0, mine);  // both send first, so neither may block
     Request receiving = recv(group, 1 - rank, 0, theirs);
     EXPECT_TRUE(sending.finish(group));
     EXPECT_TRUE(receiving.finish(group));
@@ -72,7 +72,7 @@ TEST(PointToPoint, TagsOutOfOrderAndEqualTagsInOrder) {
         requests.push_back(send(group, 1, i % 5, data[i]));
       }
     } else {
-      // Tags backwards; within a tag in the order of sending.
+      // Receives tags in reverse order, and the messages of a tag in send order.
       for (int tag = 4; tag >= 0; --tag) {
         for (int i = tag; i < kMessages; i += 5) {
           data[i].assign(size_of_message(i), -1.f);
@@ -154,9 +154,9 @@ TEST(PointToPoint, TimeoutNamesThePeer) {
   EXPECT_EQ(errors[0]->context().peer, 1);
 }
 
-// What a peer's memory says is not believed beyond the tensor: a frame that claims more than its message has.
+// A peer's memory is not trusted beyond the tensor: this frame claims more bytes than its message has.
 TEST(PointToPoint, AFrameThatClaimsTooMuchStaysWithinTheTensor) {
-  struct Frame {  // point_to_point_frames.cpp
+  struct Frame {  // as in point_to_point_frames.cpp
     uint64_t message_bytes = 0, offset = 0;
     uint32_t frame_bytes = 0;
     int32_t tag = 0;

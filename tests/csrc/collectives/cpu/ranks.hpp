@@ -1,5 +1,5 @@
-// Test support: the ranks of a group as threads of one process. They use the same mappings of the segments, because
-// ThreadSanitizer goes by addresses: so it sees every race that real ranks could have.
+// Test support: runs the ranks of a group as threads of one process. All threads use the same mappings of the segments.
+// ThreadSanitizer tracks addresses, so it sees every race that real ranks could have.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -21,11 +21,11 @@ namespace ark::test {
 using std::chrono::milliseconds;
 
 struct Job {
-  std::vector<SharedMemory> segments;  // the mappings that all ranks use
+  std::vector<SharedMemory> segments;  // the mappings shared by all ranks
   std::vector<Neighbourhood> ranks;
 };
 
-// Segments and liveness sockets as the bootstrap would hand them out.
+// Creates the segments and liveness sockets that the bootstrap would provide.
 inline Job make_job(int size) {
   Job job;
   for (int rank = 0; rank < size; ++rank) {
@@ -57,7 +57,7 @@ inline ShmOptions default_options() {
 
 using RankBody = std::function<void(ShmCommunicator&, int rank)>;
 
-// Runs body on every rank at once; an exception of a rank is returned in its place.
+// Runs body on all ranks at the same time. Returns each rank's exception, if any.
 inline std::vector<std::optional<Error>> run_ranks(int size, const RankBody& body,
                                                    const ShmOptions& options = default_options()) {
   Job job = make_job(size);

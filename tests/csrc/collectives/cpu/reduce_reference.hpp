@@ -1,8 +1,8 @@
-// What a reduction must give, written without looking at the kernels: scalar float64 and integer arithmetic, and
-// rounding by searching a table of every value that a format has.
+// The reference for reductions, independent of the kernels: scalar float64 and integer arithmetic, and rounding by
+// searching a table of all values of a format.
 //
-// A float32 sum, product or quotient computed in float64 and then rounded to float32 equals the float32 operation
-// (53 bits are more than twice 24 plus 2), so nothing here depends on how the compiler treats float32.
+// A float32 sum, product or quotient that is computed in float64 and rounded to float32 equals the float32 operation
+// (53 bits are more than twice 24 plus 2). So nothing here depends on how the compiler treats float32.
 #pragma once
 
 #include <algorithm>
@@ -18,11 +18,11 @@
 
 namespace ark::reference {
 
-struct Layout {  // of a float format no wider than 16 bits
+struct Layout {  // of a float format of at most 16 bits
   int exponent_bits, mantissa_bits, bias;
-  uint32_t nan;        // the NaN that results carry
-  uint32_t overflow;   // what positive values above the range become
-  bool negative_zero;  // false: -0 is the NaN
+  uint32_t nan;        // the NaN in results
+  uint32_t overflow;   // result for positive values above the range
+  bool negative_zero;  // false: the code of -0 is NaN
 };
 
 inline Layout layout_of(DType dtype) {
@@ -36,7 +36,7 @@ inline Layout layout_of(DType dtype) {
   }
 }
 
-// The largest magnitude code that is a finite number.
+// The largest code that is a finite number, without its sign.
 inline uint32_t largest_of(DType dtype) {
   const Layout l = layout_of(dtype);
   if (!l.negative_zero) return 0x7f;
@@ -63,14 +63,14 @@ inline double decode_small(DType dtype, uint32_t code) {
 inline uint32_t encode_small(DType dtype, double value) {
   const Layout l = layout_of(dtype);
   const uint32_t largest = largest_of(dtype);
-  static std::map<DType, std::vector<double>> tables;  // value of every finite code, ascending
+  static std::map<DType, std::vector<double>> tables;  // values of all finite codes, ascending
   std::vector<double>& table = tables[dtype];
   if (table.empty()) {
     for (uint32_t code = 0; code <= largest; code++) table.push_back(decode_small(dtype, code));
   }
   if (std::isnan(value)) return l.nan;
   const double magnitude = std::fabs(value);
-  const double above = table[largest] + (table[largest] - table[largest - 1]);  // the value after the last
+  const double above = table[largest] + (table[largest] - table[largest - 1]);  // one step past it
   uint32_t code;
   if (magnitude >= above) {
     code = l.overflow;
@@ -85,7 +85,7 @@ inline uint32_t encode_small(DType dtype, double value) {
   return code | sign;
 }
 
-// e8m0fnu holds 2^(code - 127); 255 is NaN. Only powers of two are ever rounded here (products, MIN, MAX).
+// e8m0fnu holds 2^(code - 127), and 255 is NaN. Here only powers of two are rounded (products, MIN, MAX).
 inline double decode_scale(uint32_t code) {
   return code == 255 ? std::numeric_limits<double>::quiet_NaN() : std::ldexp(1.0, static_cast<int>(code) - 127);
 }
@@ -103,7 +103,7 @@ inline bool is_complex(DType dtype) {
 inline bool is_signed(DType dtype) {
   return dtype == DType::i8 || dtype == DType::i16 || dtype == DType::i32 || dtype == DType::i64;
 }
-// The type of one scalar: a complex number is two of them.
+// The type of one scalar. A complex number is two of them.
 inline DType scalar_of(DType dtype) {
   return dtype == DType::c32    ? DType::f16
          : dtype == DType::c64  ? DType::f32
@@ -136,17 +136,17 @@ inline void write(DType dtype, uint8_t* at, double value) {
     std::memcpy(at, &bits, 4);
   } else {
     const uint32_t code = dtype == DType::f8_e8m0fnu ? encode_scale(value) : encode_small(dtype, value);
-    std::memcpy(at, &code, size_of(dtype));  // little endian, as everywhere in this library
+    std::memcpy(at, &code, size_of(dtype));  // the whole library assumes little endian
   }
 }
 
 inline double extremum(bool max, double a, double b) {
   if (std::isnan(a) || std::isnan(b)) return std::numeric_limits<double>::quiet_NaN();
-  if (a == b) return std::signbit(a) == max ? b : a;  // -0 is below +0
+  if (a == b) return std::signbit(a) == max ? b : a;  // -0 is smaller than +0
   return (a < b) == max ? b : a;
 }
 
-// One element of every rank (`from[r]`) into `to`.
+// Reduces one element of every rank (`from[r]`) into `to`.
 inline void reduce_float(DType dtype, ReduceOp op, const std::vector<const uint8_t*>& from, const double* factors,
                          uint8_t* to) {
   const bool wide = dtype == DType::f64;
@@ -207,7 +207,7 @@ inline void reduce_integer(DType dtype, ReduceOp op, const std::vector<const uin
   std::memcpy(to, &result, bytes);
 }
 
-// The whole buffer.
+// Reduces the whole buffer.
 inline std::vector<uint8_t> reduce(DType dtype, ReduceOp op, const std::vector<const uint8_t*>& sources, size_t count,
                                    const double* factors) {
   std::vector<uint8_t> out(count * size_of(dtype));

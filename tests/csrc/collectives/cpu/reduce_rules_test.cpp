@@ -1,5 +1,5 @@
-// The rules around the arithmetic: what is supported and why not, rank order, rounding once, the thread's
-// floating-point mode, counts beyond 32 bits, and the choice of the instruction set.
+// Tests the rules around the arithmetic: which pairs are supported and why not, rank order, single rounding, the
+// thread's floating-point mode, counts beyond 32 bits, and the choice of the instruction set.
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
@@ -30,7 +30,7 @@ std::vector<T> run(DType dtype, ReduceOp op, const std::vector<std::vector<T>>& 
   return out;
 }
 
-// Rows: operations; columns: dtypes in their order. The one place where support is written down twice.
+// Rows are operations, columns are dtypes in enum order. This repeats the support table on purpose.
 TEST(ReduceSupport, IsThisTable) {
   const char* const table[kReduceOps] = {
       // bool u8..i64 f16 bf16 f32 f64 | five float8 | complex | raw8
@@ -95,7 +95,7 @@ TEST(ReduceSupport, SaysWhyNot) {
   EXPECT_NE(std::string(why_unsupported(DType::i32, ReduceOp::avg)).find("use SUM and divide"), std::string::npos);
   EXPECT_NE(std::string(why_unsupported(DType::c64, ReduceOp::min)).find("no order"), std::string::npos);
   EXPECT_NE(std::string(why_unsupported(DType::f32, ReduceOp::bxor)).find("integers and bool"), std::string::npos);
-  // Values from another process may be anything.
+  // Values from another process can be anything.
   for (int bad : {kDTypes, 99, 255}) {
     EXPECT_EQ(find_reduce(static_cast<DType>(bad), ReduceOp::sum), nullptr);
     EXPECT_NE(why_unsupported(static_cast<DType>(bad), ReduceOp::sum), nullptr);
@@ -107,14 +107,14 @@ TEST(ReduceSupport, SaysWhyNot) {
 }
 
 TEST(ReduceOrder, IsRankOrder) {
-  // In rank order the small numbers vanish one by one; as a tree they would survive.
+  // In rank order the small numbers are lost one by one; a tree sum would keep them.
   const float big = 1 << 24;
   EXPECT_EQ(run<float>(DType::f32, ReduceOp::sum, {{big}, {1}, {1}, {1}, {1}, {1}}), std::vector<float>{big});
   EXPECT_EQ(run<float>(DType::f32, ReduceOp::sum, {{1}, {1}, {1}, {1}, {1}, {big}}), std::vector<float>{big + 4});
 }
 
 TEST(ReduceOrder, RoundsSmallFloatsOnce) {
-  // bfloat16: 256 + 1 + 1 is 258; rounding after each addition would give 256.
+  // In bfloat16, 256 + 1 + 1 is 258. Rounding after each addition would give 256.
   const uint16_t b256 = 0x4380, b1 = 0x3f80, b258 = 0x4381;
   EXPECT_EQ(run<uint16_t>(DType::bf16, ReduceOp::sum, {{b256}, {b1}, {b1}}), std::vector<uint16_t>{b258});
 }
@@ -139,7 +139,7 @@ TEST(ReduceOrder, IgnoresTheThreadsFloatingPointMode) {
   const std::vector<float> expected_tiny{tiny[0] + tiny[0], tiny[1] + tiny[1]};
   std::fesetround(FE_UPWARD);
 #if defined(__SSE2__)
-  _mm_setcsr(_mm_getcsr() | 0x8040);  // flush to zero, denormals are zero: torch.set_flush_denormal(True)
+  _mm_setcsr(_mm_getcsr() | 0x8040);  // flush-to-zero and denormals-are-zero, as torch.set_flush_denormal(True) sets
   const unsigned mode = _mm_getcsr() & 0xffc0;
 #endif
   const auto sums = run<float>(DType::f32, ReduceOp::sum, {tiny, tiny});
@@ -156,7 +156,7 @@ TEST(ReduceOrder, IgnoresTheThreadsFloatingPointMode) {
   EXPECT_EQ(rounded, one);
 }
 
-// Over 2^32 elements in 2 MB of memory: one file mapped 2,048 times in a row, and an end of its own.
+// Over 2^32 elements in 2 MB of memory: one file mapped 2,048 times in a row, followed by separate memory.
 TEST(ReduceSize, CountsBeyond32Bits) {
 #if defined(__SANITIZE_THREAD__)
   GTEST_SKIP() << "ThreadSanitizer keeps four bytes of shadow for each of these, 16 GB of memory in all";
@@ -177,7 +177,7 @@ TEST(ReduceSize, CountsBeyond32Bits) {
   std::memset(end, 1, piece);
   const void* sources[] = {base, base};
   find_reduce(DType::u8, ReduceOp::sum)(base, nullptr, sources, 2, count, nullptr);
-  EXPECT_EQ(end[0], 2);  // doubled exactly once, up to the last element and no further
+  EXPECT_EQ(end[0], 2);  // doubled exactly once, up to the last element and not further
   EXPECT_EQ(end[4096], 2);
   EXPECT_EQ(end[4097], 1);
   munmap(room, length);

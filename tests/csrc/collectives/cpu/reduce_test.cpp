@@ -1,5 +1,5 @@
-// Every dtype, operation, number of ranks and instruction set against the reference, bit for bit: odd sizes,
-// misaligned pointers, results that replace an input, special values.
+// Compares every dtype, operation, number of ranks and instruction set with the reference, bit for bit, with odd sizes,
+// misaligned pointers, results in place of an input, and special values.
 #include "collectives/cpu/reduce/reduce.hpp"
 
 #include <gtest/gtest.h>
@@ -38,7 +38,7 @@ std::vector<std::string> available_isas() {
   return names;
 }
 
-// Exactly `bytes` bytes at an address `shift` past an aligned one, so that AddressSanitizer sees any overrun.
+// Exactly `bytes` bytes at `shift` past an aligned address, so that AddressSanitizer detects any overrun.
 class Buffer {
  public:
   Buffer(size_t bytes, size_t shift) : storage_(bytes + shift), shift_(shift) {}
@@ -53,7 +53,7 @@ bool same(const void* a, const void* b, size_t bytes) {
   return bytes == 0 || std::memcmp(a, b, bytes) == 0;
 }
 
-// Half ordinary numbers, whose sums round and cancel; a quarter special ones; a quarter any bits at all.
+// Half of the values are ordinary numbers whose sums round and cancel, a quarter are special, a quarter random bits.
 class Inputs {
  public:
   explicit Inputs(uint32_t seed) : random_(seed) {}
@@ -101,7 +101,7 @@ class ReduceEveryType : public testing::TestWithParam<DType> {
  protected:
   ~ReduceEveryType() override { force_reduce_isa(nullptr); }
 
-  // All instruction sets and all ways to lay the result out, for one operation and size.
+  // Checks all instruction sets and all result layouts for one operation and size.
   void check(ReduceOp op, int ranks, size_t count) {
     const DType dtype = GetParam();
     const size_t bytes = count * size_of(dtype);
@@ -112,7 +112,7 @@ class ReduceEveryType : public testing::TestWithParam<DType> {
     for (Buffer& input : inputs) random.fill(dtype, input.data(), count);
     for (Buffer& input : inputs) sources.push_back(input.data());
     std::vector<double> factors;
-    for (int r = 0; r < ranks; r++) factors.push_back(1.0 / (r + 3) - (r % 2));  // inexact in float32
+    for (int r = 0; r < ranks; r++) factors.push_back(1.0 / (r + 3) - (r % 2));  // not exact in float32
     const std::vector<uint8_t> expected = reference::reduce(dtype, op, sources, count, factors.data());
 
     for (const std::string& isa : isas_) {
@@ -135,7 +135,7 @@ class ReduceEveryType : public testing::TestWithParam<DType> {
                  << ", placing " << placing << (result == out2 ? " (out2)" : "") << ": wrong from element "
                  << at / size_of(dtype);
         }
-        for (size_t r = 0; r < copies.size(); r++) {  // inputs that are not results stay as they were
+        for (size_t r = 0; r < copies.size(); r++) {  // inputs that are not results must stay unchanged
           if (from[r] == out || from[r] == out2) continue;
           ASSERT_TRUE(same(from[r], sources[r], bytes)) << name_of(dtype) << " " << name_of(op) << " " << isa;
         }
@@ -162,7 +162,7 @@ TEST_P(ReduceEveryType, GivesTheReferencesBits) {
 INSTANTIATE_TEST_SUITE_P(All, ReduceEveryType, testing::ValuesIn(all_dtypes()),
                          [](const auto& info) { return info.param == DType::raw8 ? "raw8" : name_of(info.param); });
 
-// With 65,536 pairs all inputs of an 8-bit format meet; for 16 bits, every value meets 1 and itself.
+// 65,536 pairs cover all pairs of inputs of an 8-bit format. In 16 bits, every value is paired with 1 and with itself.
 TEST(Reduce, EveryValueOfTheSmallFormats) {
   const size_t count = 1 << 16;
   for (DType dtype : {DType::f16, DType::bf16, DType::f8_e4m3fn, DType::f8_e5m2, DType::f8_e4m3fnuz, DType::f8_e5m2fnuz,

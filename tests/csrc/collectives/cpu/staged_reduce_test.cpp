@@ -1,4 +1,4 @@
-// Sums in two stages: rounded once, divided once, in the order of ranks and nodes.
+// Tests sums in two stages: rounded once, divided once, in the order of ranks and nodes.
 #include "collectives/cpu/staged_reduce.hpp"
 
 #include <gtest/gtest.h>
@@ -10,7 +10,7 @@
 namespace ark {
 namespace {
 
-constexpr size_t kCount = 2500;  // more than two blocks, and a rest
+constexpr size_t kCount = 2500;  // more than two blocks, plus a remainder
 
 uint16_t to_bfloat16(float x) {
   uint32_t bits;
@@ -39,7 +39,7 @@ std::vector<std::vector<uint16_t>> halves(int ranks) {
   return inputs;
 }
 
-// Ranks 0 and 1 on one node, 2 to 4 on another.
+// Ranks 0 and 1 are on one node, 2 to 4 on another.
 std::vector<uint16_t> staged(ReduceOp op, const std::vector<std::vector<uint16_t>>& inputs, const double* factors) {
   const StagedReduce reduction(DType::bf16, op, 5, false);
   std::vector<std::vector<float>> partials(2, std::vector<float>(kCount));

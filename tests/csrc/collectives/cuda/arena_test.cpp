@@ -1,4 +1,4 @@
-// How many lanes a launch needs for parts that differ by a few bytes.
+// Tests the layout of a group's shared memory, and how many lanes a launch needs.
 #include "collectives/cuda/arena.hpp"
 
 #include <gtest/gtest.h>
@@ -8,7 +8,7 @@
 namespace ark {
 namespace {
 
-// Sizes about which a step gets a row more, so that a part of 16 bytes less takes more lanes.
+// At these sizes a step gets one more row, so that a part that is 16 bytes shorter needs more lanes.
 TEST(Lanes, AreThoseOfThePartThatTakesMost) {
   bool shorter_takes_more = false;
   for (const int ranks : {2, 3, 4, 5, 8}) {
@@ -33,8 +33,8 @@ TEST(Lanes, AreThoseOfThePartThatTakesMost) {
   EXPECT_TRUE(shorter_takes_more) << "otherwise this test sees nothing";
 }
 
-// Every chunk of a message is one block's, and slots are a power of two and as many as the liveness of rings in bulk
-// needs, for any number of blocks.
+// For any number of blocks, each chunk of a message belongs to one block, and the number of slots is a power of two
+// that is large enough for the bulk rings to make progress.
 TEST(Lanes, BlocksShareAMessage) {
   for (const uint32_t blocks : {1u, 3u, 16u, device::kMostRingBlocks}) {
     for (const uint64_t bytes : {uint64_t{0}, uint64_t{1}, uint64_t{8192}, uint64_t{8193}, uint64_t{1'000'003}}) {
@@ -61,7 +61,7 @@ TEST(Lanes, BlocksShareAMessage) {
   EXPECT_EQ(ArenaLayout(2).collectives.bulk.lanes, 0u);
 }
 
-// Ranks that share a device: two launches of each at once, of a block a lane, on 128 multiprocessors.
+// Ranks that share a device: two launches of each at once, one block per lane, on 128 multiprocessors.
 TEST(Lanes, OfAllSharersHaveRoomAtOnce) {
   for (const int ranks : {2, 3, 4, 5, 8}) {
     const ArenaLayout layout(ranks, 0, false);
@@ -77,7 +77,7 @@ TEST(Lanes, NothingTakesNone) {
   EXPECT_EQ(lanes_of_parts(ArenaLayout(2).collectives, none, 2, false), 0u);
 }
 
-// What a group on the host pins, all its ranks together, is bounded; and what is a rank's alone is not in it.
+// The memory that a group pins on the host is bounded over all its ranks, and does not include what only one rank uses.
 TEST(Arena, OnTheHostTakesLittle) {
   for (int ranks = 2; ranks <= device::kMaxRanks; ++ranks) {
     for (const auto& [device_each, blocks] : {std::pair(true, 16u), {true, 64u}, {false, 4u}}) {
@@ -90,7 +90,7 @@ TEST(Arena, OnTheHostTakesLittle) {
       EXPECT_GE(layout.most_one_shot, uint64_t{64} << 10) << ranks;
       EXPECT_EQ(on_devices.own_total, 0u);
       EXPECT_EQ(on_devices.most_one_shot, most_one_shot_bytes(ranks));
-      // Own things and shared ones are apart, each within its own memory.
+      // Private and shared areas do not overlap, and each stays within its own memory.
       const RingSet& set = layout.collectives;
       const uint64_t states = uint64_t{sizeof(device::RingState)} * ranks * set.chunks.lanes;
       for (const RingSet* const each : {&layout.collectives, &layout.results, &layout.transfers})

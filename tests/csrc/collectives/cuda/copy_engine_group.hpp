@@ -1,4 +1,5 @@
-// Ranks with copy engines in one process: draws operations, issues them from a thread a rank, knows what must come out.
+// Simulates the ranks of a group with copy engines in one process. It draws operations, issues them from a thread per
+// rank and knows the expected results.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -14,9 +15,9 @@ using Values = std::vector<uint32_t>;
 
 constexpr uint64_t kSlot = 4096;
 constexpr uint64_t kBytes =
-    4096 + 4 * (2 * 7 + 1) * kSlot;  // of a rank: slots of 4 KB for eight ranks, larger ones for fewer
+    4096 + 4 * (2 * 7 + 1) * kSlot;  // per rank: slots of 4 KB for eight ranks, larger ones for fewer
 
-// All ranks' memory, zero at first and aligned as the device's is.
+// The memory of all ranks, initially zero and aligned like device memory.
 struct Memory {
   explicit Memory(int ranks) : bytes(new uint32_t[ranks * kBytes / 4]()), ranks(ranks) {}
   std::vector<char*> seen() const {
@@ -28,7 +29,8 @@ struct Memory {
   const int ranks;
 };
 
-// What one rank passes to the operations of a plan; known to all, so that "registered" ones can be written to.
+// The tensors that one rank passes to the operations of a plan. All ranks know them, so that they can write to
+// "registered" ones.
 struct Tensors {
   Values in, out;
 };
@@ -38,23 +40,23 @@ constexpr int kKinds = 5;
 
 struct Step {
   Collective kind;
-  uint64_t count;  // words
+  uint64_t count;  // in words
   bool in_place;
   int root;
   uint64_t seed;
-  bool registered;  // this step's output
+  bool registered;  // whether this step's output is
 };
 
 uint32_t value_of(uint64_t seed, int rank, uint64_t i) {
   return static_cast<uint32_t>((seed * 1000003 + rank * 7919 + i) * 2654435761u >> 7);
 }
 
-// Of an all_to_all, words from one rank to another.
+// Words that one rank sends to another in an all_to_all.
 uint64_t count_of(const Step& step, int from, int to) {
   return (from * 3 + to * 5 + step.seed) % 4 == 0 ? 0 : step.count * (1 + (from + 2 * to) % 3) / 3;
 }
 
-// Each stream has its own queue; a rank's streams share one, the user's too.
+// Either each stream has its own queue, or a rank's streams share one, including the user's.
 enum class Queues { own, shared };
 
 class Group {
@@ -79,7 +81,7 @@ class Group {
       engines_.back()->pull_below = kPullBelow[seed % 3];
       engines_.back()->tail_bytes = 512;
       engines_.back()->apart_from = seed % 2 == 0 ? 0 : 6;
-      engines_.back()->in_line_to = seed % 3 == 0 && r % 2 == 0 ? 0 : 1 << 30;  // each rank as it likes
+      engines_.back()->in_line_to = seed % 3 == 0 && r % 2 == 0 ? 0 : 1 << 30;  // ranks may choose differently
       check(driver().stream_create_with_priority(&streams_.emplace_back(), 0, -1), "stream");
     }
   }
@@ -121,7 +123,7 @@ class Group {
     steps_.push_back(step);
   }
 
-  // As many threads as ranks issue all steps at once.
+  // Issues all steps, with one thread per rank.
   void run() {
     std::vector<std::thread> issuers;
     for (int r = 0; r < ranks_; ++r)

@@ -1,4 +1,5 @@
-// Collectives by copy engines: every rank with its streams in this process, on host memory (fake_driver.hpp).
+// Tests collectives over copy engines. All ranks and their streams run in this process, on host memory
+// (fake_driver.hpp).
 #include "collectives/cuda/copy_engine_group.hpp"
 
 namespace ark {
@@ -28,7 +29,7 @@ INSTANTIATE_TEST_SUITE_P(Ranks, CopyEngineTest, testing::Combine(testing::Values
                                   (std::get<1>(tested.param) ? "Registered" : "Plain");
                          });
 
-// As with CUDA_DEVICE_MAX_CONNECTIONS=1: whatever a rank submits waits for all that it has submitted before.
+// As with CUDA_DEVICE_MAX_CONNECTIONS=1: each operation of a rank waits for all that the rank submitted before.
 class CopyEngineOneQueueTest : public testing::TestWithParam<std::tuple<int, bool>> {};
 
 TEST_P(CopyEngineOneQueueTest, AllKindsInManyPiecesAndInOne) {
@@ -56,7 +57,7 @@ INSTANTIATE_TEST_SUITE_P(Ranks, CopyEngineOneQueueTest, testing::Combine(testing
                                   (std::get<1>(tested.param) ? "Registered" : "Plain");
                          });
 
-// What an eager all_reduce in two pieces costs the thread that issues it, two launches that add left out.
+// The driver calls that an eager all_reduce in two pieces costs the issuing thread, without the two launches that add.
 TEST(CopyEngineInLine, TakesFewCallsOfTheDriver) {
   Group group(2, 2, false);  // sums are fetched
   group.engines_[1]->in_line_to = 0;
@@ -74,7 +75,7 @@ TEST(CopyEngineInLine, TakesFewCallsOfTheDriver) {
   group.check_results();
 }
 
-// The end of a call on the engine's own streams is told to the host beside the caller's stream.
+// The end of a call on the engine's own streams is reported to the host independently of the caller's stream.
 TEST(CopyEngineInLine, IsBusyBehindOthers) {
   for (uint64_t seed = 1; seed <= 30; ++seed) {
     Group group(2, seed, false);
@@ -104,7 +105,7 @@ TEST(CopyEngineMemory, IsLimited) {
 
 class CopyEngineMissingTest : public testing::TestWithParam<std::tuple<int, int>> {};
 
-// One rank never calls: the others find out whom they wait for, and are let go.
+// One rank never calls. The others must name it, and their waits must end.
 TEST_P(CopyEngineMissingTest, IsNamedAndAllWaitsEnd) {
   const auto [ranks, missing] = GetParam();
   test::g_garbage = true;
@@ -127,7 +128,7 @@ INSTANTIATE_TEST_SUITE_P(Ranks, CopyEngineMissingTest,
                          testing::Values(std::tuple{2, 0}, std::tuple{3, 1}, std::tuple{4, 0}, std::tuple{4, 3},
                                          std::tuple{8, 5}));
 
-// Ranks that pass different places of windows write nothing, and know it.
+// Ranks that pass different offsets of windows must write nothing and report it.
 TEST(CopyEngineFailures, DifferentPlacesAreFoundOut) {
   Group group(2, 5, true);
   group.prepare({Collective::all_gather, 5'000, false, 0, 7, true});
@@ -149,7 +150,7 @@ TEST(CopyEngineFailures, DifferentPlacesAreFoundOut) {
   test::g_garbage = false;
 }
 
-// One rank passes registered memory and the other one does not: that one would have its sums fetched.
+// One rank passes registered memory and the other does not, so that the other would have its sums fetched.
 TEST(CopyEngineFailures, FetchedAgainstRegisteredIsFoundOut) {
   for (int registered : {0, 1}) {
     Group group(2, 5, true);  // sums of any length are fetched
@@ -163,7 +164,7 @@ TEST(CopyEngineFailures, FetchedAgainstRegisteredIsFoundOut) {
     }
     for (int i = 0; i < 30'000; ++i) {
       EXPECT_EQ(group.tensors_[0][1 - registered].out[i], 0xdeadbeef) << i;
-      if (i / 15'000 == registered) {  // what the other rank makes itself may be there
+      if (i / 15'000 == registered) {  // the other rank may have written its own part
         EXPECT_EQ(group.tensors_[1][1 - registered].out[i], 0xdeadbeef) << i;
       }
     }
@@ -173,7 +174,7 @@ TEST(CopyEngineFailures, FetchedAgainstRegisteredIsFoundOut) {
   }
 }
 
-// What is submitted stands behind a wait; the watching thread submits nothing.
+// All submitted work is queued behind a wait, and the watching thread submits nothing.
 TEST(CopyEngineFailures, WaitsOfOneQueueEndToo) {
   test::g_garbage = true;
   Group group(3, 5, false, Queues::shared);

@@ -1,4 +1,4 @@
-// The dispatch of CUDA tensors: the first rule that applies, and rank 0's on every rank.
+// Tests the dispatch table of CUDA tensors: the first matching rule applies, and all ranks use rank 0's table.
 #include <gtest/gtest.h>
 
 #include <thread>
@@ -58,7 +58,7 @@ TEST(CudaDispatch, SumsInOtherOrdersMustBeAskedFor) {
   EXPECT_EQ(exact.nccl_reduce_from, CudaDispatch::kNever);
   EXPECT_EQ(exact.nccl_reduce_scatter_from, CudaDispatch::kNever);
   EXPECT_EQ(exact.nccl_all_gather_from, numbered(1000).nccl_all_gather_from) << "only moves bytes";
-  // Rank 0's choice counts, as with everything in the table.
+  // Rank 0's choice applies, as for everything in the table.
   const CudaDispatch told = agree_on_dispatch(store, 1, 2, {{2, numbered(1000)}}, {kAmple, true}, [] {});
   EXPECT_EQ(told.nccl_all_reduce_from, CudaDispatch::kNever);
   EXPECT_EQ(CudaDispatch::measured(2).nccl_all_gather_from, CudaDispatch::kNever) << "nothing unmeasured";
@@ -93,7 +93,7 @@ TEST(CudaDispatch, ThroughTheHost) {
   EXPECT_EQ(three.through_host(3, true).nccl_all_gather_to, two.nccl_all_gather_to);
   three.any_order = true;
   EXPECT_EQ(three.through_host(3, true).nccl_reduce_scatter_to, two.nccl_reduce_scatter_to);
-  // A table of the user's own stays.
+  // A user's own table is kept.
   three.nccl_broadcast_from = 5, three.nccl_reduce_to = 7;
   const CudaDispatch own = three.through_host(3, true);
   EXPECT_EQ(own.nccl_broadcast_from, 5u);

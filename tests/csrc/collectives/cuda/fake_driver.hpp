@@ -1,14 +1,15 @@
-// Streams, events, copies and stream memory operations on host memory: what runs on copy engines, without a GPU.
+// A fake driver with streams, events, copies and stream memory operations on host memory. Copy-engine code runs on it
+// without a GPU.
 //
-// A stream is a thread that executes what it is given, in order, with pauses drawn at random between operations, so
-// that orders which a GPU takes rarely are seen here. Words are atomics (acquire when awaited, release when written),
-// so ThreadSanitizer sees what is ordered by nothing else. Waits have a bound.
+// A stream is a thread that executes its operations in order, with random pauses in between, to produce orders that are
+// rare on a GPU. Words are atomics (acquire when awaited, release when written), so ThreadSanitizer reports accesses
+// that nothing else orders. Waits are bounded.
 //
-// Streams made within a OneQueue share one thread, which executes their operations in the order of submission: what a
-// GPU does that has one hardware queue.
+// Streams created within a OneQueue share one thread, which executes their operations in submission order, like a GPU
+// with a single hardware queue.
 //
-// While a thread is in copy_to_pageable(), all other threads' calls about streams and events wait: the driver holds a
-// lock of the context meanwhile.
+// While a thread is in copy_to_pageable(), the stream and event calls of all other threads block, because the real
+// driver holds a lock of the context meanwhile.
 #pragma once
 
 #include <atomic>
@@ -91,18 +92,18 @@ struct FakeEvent {
 
 inline std::atomic<uint64_t> g_streams{1};
 inline std::atomic<bool> g_capturing{false};
-inline std::atomic<bool> g_garbage{false};  // waits are let go: bytes are not moved any more, as that would be a race
-inline FakeStream* g_queue = nullptr;       // of the streams that are made now
-inline std::shared_mutex g_context;         // held by whoever copies to pageable memory
-inline std::atomic<int> g_calls{0};         // of the functions that follow
+inline std::atomic<bool> g_garbage{false};  // waits were released: no bytes are moved any more, since that would race
+inline FakeStream* g_queue = nullptr;       // for streams being created
+inline std::shared_mutex g_context;         // held during a copy to pageable memory
+inline std::atomic<int> g_calls{0};         // calls of the functions below
 
-// In a function of the driver.
+// Held during a call of the driver.
 struct InContext {
   InContext() { ++g_calls; }
   std::shared_lock<std::shared_mutex> lock{g_context};
 };
 
-// One thread at a time makes such streams; the queue outlives them.
+// Only one thread at a time may create such streams. The queue outlives them.
 class OneQueue {
  public:
   explicit OneQueue(FakeStream* queue) { g_queue = queue; }
@@ -119,21 +120,21 @@ inline FakeEvent& of(CUevent event) {
 inline uint32_t& word_at(CUdeviceptr address) {
   return *reinterpret_cast<uint32_t*>(address);
 }
-// In the order of the stream, as a kernel.
+// Runs in stream order, like a kernel.
 inline void launch(CUstream stream, std::function<void()> kernel) {
   of(stream).give([kernel = std::move(kernel)] {
     if (!g_garbage) kernel();
   });
 }
 
-// What tensor.cpu() does: waits for all that the stream was given. Tells when other threads have to wait.
+// Like tensor.cpu(): waits for everything in the stream. Sets `copying` while other threads must wait.
 inline void copy_to_pageable(CUstream stream, std::atomic<bool>& copying) {
   const std::lock_guard lock(g_context);
   copying = true;
   of(stream).drain();
 }
 
-// One context for all devices. Only what copy engines call.
+// One context for all devices. It has only the functions that copy engines use.
 inline const Driver& fake_driver() {
   static const Driver table = [] {
     Driver made;
@@ -181,7 +182,7 @@ inline const Driver& fake_driver() {
     made.memcpy_async = [](CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
       const InContext here;
       of(stream).give([=] {
-        if (bytes <= 1024)  // words, perhaps
+        if (bytes <= 1024)  // may be flag words
           for (size_t at = 0; at < bytes; at += 4)
             protocol::store_relaxed(word_at(to + at), protocol::load_relaxed(word_at(from + at)));
         else if (!g_garbage)

@@ -1,5 +1,5 @@
-// Registration between processes, on the pretended driver: windows that show every rank's memory, at any place in its
-// segment; errors that all ranks get; and nothing left behind.
+// Tests registration between processes on the pretended driver: windows show every rank's memory at any offset of its
+// segment, all ranks get the same errors, and nothing leaks.
 #include "collectives/cuda/registration.hpp"
 
 #include <gtest/gtest.h>
@@ -42,7 +42,7 @@ struct Member {
   void remove(char* data, uint64_t bytes) {
     registration.remove([=] { return RegisteredRange{data, bytes, nullptr}; }, &windows, [this] { return quiet; });
   }
-  // All ranks are there: by a pool of nothing.
+  // Waits until all ranks are there, by registering an empty pool.
   void meet() {
     registration.add_all([] { return std::vector<RegisteredRange>(); }, [this] { return &windows; });
   }
@@ -67,7 +67,7 @@ std::string see_everyone(Member& me, char* own, uint64_t bytes, uint32_t id) {
     if (own[peer] != 1 + peer || own[bytes - 1 - peer] != 50 + peer)
       return "rank " + std::to_string(peer) + " writes elsewhere";
   }
-  // Each rank was told where it has this rank's memory: what it has there is compared by telling it back.
+  // Every rank was told where it has this rank's memory mapped. It checks what it sees by reporting it back.
   me.meet();
   for (int peer = 0; peer < me.size; ++peer) {
     const auto address = reinterpret_cast<uintptr_t>(seen[peer]);
@@ -110,7 +110,7 @@ TEST(Registration, MapsASegmentOnceAndGivesAllBack) {
     char* const other = me.allocate(8 * kMegabyte);
     const Pretended before = pretended();
     for (int round = 0; round < 50; ++round) {
-      // Rank 0's ranges lie in one segment, the others' in two.
+      // Rank 0's ranges are in one segment, the others' in two.
       char* const second = rank == 0 ? one + 4 * kMegabyte : other;
       me.add(one, kMegabyte);
       if (pretended().mappings != before.mappings + 2) return "not one mapping a peer";
@@ -127,7 +127,7 @@ TEST(Registration, MapsASegmentOnceAndGivesAllBack) {
     }
     me.add(one, kMegabyte);
     if (me.windows.find(one, 1)->id != 151) return "ids are used again";
-    me.windows.clear();  // the group's end
+    me.windows.clear();  // the group ends
     return pretended() == before ? "flat" : "the end leaves something";
   });
   expect_all(ranks.wait(), "flat");
@@ -238,7 +238,7 @@ TEST(Registration, OfManyIsAllOrNone) {
     } catch (const Error& error) {
       if (!contains(error.what(), "rank 0 gave 3 segments, rank 1 gave 2 segments")) return error.what();
     }
-    ranges[2].bytes -= rank;  // the last one differs
+    ranges[2].bytes -= rank;  // the last range differs
     try {
       me.registration.add_all(all, place);
       return "sizes do not matter";

@@ -1,5 +1,5 @@
-// Copy engines and the thread that watches them, while users' threads are in copies that hold up whoever calls the
-// driver (fake_driver.hpp): the waits end, and the error says why.
+// Tests copy engines and their watching thread while users' copies block all callers of the driver (fake_driver.hpp).
+// The waits must end, and the error must give the reason.
 #include <sys/socket.h>
 
 #include "collectives/cuda/copy_engine_group.hpp"
@@ -12,8 +12,8 @@ using std::chrono::milliseconds;
 using test::Collective;
 using test::Group;
 
-// One rank's health and watch; its peers are there, and silent. What it logs asks the driver, as a group does that
-// looks at its events.
+// One rank's health and watch. Its peers exist but are silent. Its log calls the driver, as a group does that looks at
+// its events.
 class Watcher {
  public:
   Watcher(Group& group, int rank, milliseconds limit) : blocks_(group.ranks_) {
@@ -65,7 +65,7 @@ class WatchedEngineTest : public testing::Test {
     test::g_patience = std::chrono::seconds(60);
   }
 
-  // All ranks' users copy their results; returns what failed each of them.
+  // The users of all ranks copy their results. Returns the error of each.
   std::vector<std::string> copy_results(Group& group, const std::vector<int>& ranks, milliseconds limit) {
     std::atomic<bool> copying{false};
     std::vector<std::thread> users;
@@ -95,7 +95,7 @@ TEST_F(WatchedEngineTest, WhoseUserCopiesIsLetGoWhenARankIsMissing) {
     EXPECT_NE(failure.find("waited for rank 1"), std::string::npos) << failure;
 }
 
-// Outputs that do not belong together: long before the timeout.
+// Outputs that do not belong together are reported long before the timeout.
 TEST_F(WatchedEngineTest, WhoseUserCopiesIsToldOfAnotherPlace) {
   test::g_garbage = true;
   Group group(2, 5, true);

@@ -1,4 +1,4 @@
-// The table of registered memory: what lies in a window, what does not, overlaps, ends, many threads.
+// Tests the table of registered memory: what is inside a window and what is not, overlaps, boundaries and many threads.
 #include "collectives/cuda/windows.hpp"
 
 #include <gtest/gtest.h>
@@ -10,7 +10,7 @@
 namespace ark {
 namespace {
 
-// Ranges of one array stand for device memory: nothing here is read or written.
+// Ranges of this array stand for device memory. Nothing here is read or written.
 char memory[1 << 16];
 
 Windows::Base base_of(char* own, int rank, int ranks) {
@@ -71,7 +71,7 @@ TEST(Windows, TakeTheNewestThatHoldsTheBuffer) {
   EXPECT_EQ(windows.find(memory + 2010, 50)->offset, 10u);
   EXPECT_EQ(windows.find(memory + 2010, 500)->id, 4u);
   EXPECT_EQ(windows.find(memory + 2010, 5000)->id, 3u);
-  EXPECT_EQ(windows.find(memory + 9000, 1000)->id, 3u);  // behind two that do not reach it
+  EXPECT_EQ(windows.find(memory + 9000, 1000)->id, 3u);  // after two windows that end before it
   EXPECT_EQ(windows.id_of(memory + 2000, 1000), 4u);
   EXPECT_EQ(windows.id_of(memory + 2000, 999), 0u);
 }
@@ -91,7 +91,7 @@ TEST(Windows, HoldUntilRemoved) {
   EXPECT_EQ(windows.size(), 0u);
 }
 
-// Against a plain search of all ranges.
+// Compares with a linear search of all ranges.
 TEST(Windows, AgreeWithASearchOfAll) {
   std::mt19937 random(11);
   Windows windows;

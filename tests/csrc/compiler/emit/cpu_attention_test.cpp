@@ -1,5 +1,5 @@
-// Attention of the CPU target against double: types, odd lengths, masks, causal, shared heads, strides; rows that may
-// look at nothing; and that nothing is read where the mask rules out whole blocks.
+// Compares the CPU target's attention with double: types, odd lengths, masks, causal, shared heads, strides and fully
+// masked rows. Blocks that the mask excludes must not be read.
 #include <gtest/gtest.h>
 
 #include <limits>
@@ -21,7 +21,7 @@ AttentionCase add_attention(CpuCase& made, int64_t batch, int64_t kv_heads, int6
                             int64_t keys, int64_t columns, int mask_kind, bool causal, bool by_batch = false) {
   AttentionCase one{{}, batch, kv_heads * group, kv_heads, queries, keys, columns};
   const ScalarType type = kFloats[made.pick(0, 2)];
-  // [B, H, T, D] as it comes from [B, T, H, D], now and then.
+  // Sometimes [B, H, T, D] with the strides of a transposed [B, T, H, D].
   auto strides = [&](int64_t heads, int64_t rows) {
     return made.pick(0, 1) == 0 ? Shape{} : Shape{rows * heads * columns, columns, heads * columns, 1};
   };
@@ -127,7 +127,7 @@ TEST(CpuAttentionTest, RowThatMayLookAtNothingIsZero) {
     for (int64_t d = 0; d < 16; ++d) EXPECT_EQ(made.get(one.body.out, {0, h, 1, d}), 0);
 }
 
-// What lies past the length in use may be anything, in whole blocks and in the one that it ends in.
+// Data past the used length can be anything, in whole blocks and in the last partial block.
 TEST(CpuAttentionTest, NothingPastTheLengthInUseMatters) {
   CpuCase made(8);
   const AttentionCase one = add_attention(made, 1, 2, 2, 1, 300, 64, 1, false);

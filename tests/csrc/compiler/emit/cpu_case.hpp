@@ -1,7 +1,7 @@
-// Stages made by hand, run by the CPU target, beside the tensors that they work on: what tests of emitters share.
+// Test support for emitters: hand-written stages, which the CPU target runs, with the tensors that they work on.
 //
-// A case holds many independent stages, since compiling takes seconds however many functions a source has. Inputs are
-// random numbers rounded to their type; references are computed in double from the same rounded numbers.
+// A case holds many independent stages, because compiling takes seconds for any number of functions. Inputs are random
+// numbers rounded to their type. References are computed in double from the same rounded numbers.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -26,7 +26,7 @@
 
 namespace ark::compiler::test {
 
-// Compiling with a sanitizer takes several times as long.
+// Compiling with a sanitizer takes several times as long, so fewer cases run.
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 inline constexpr int kSanitizersShare = 4;
 #else
@@ -36,7 +36,7 @@ inline constexpr int kSanitizersShare = 1;
 inline jit::Settings cpu_settings(const std::string& cache = {}) {
   jit::Settings settings;
   settings.version = "test";
-  settings.kernels_dir = "ark_torch/kernels";  // tests run in the root
+  settings.kernels_dir = "ark_torch/kernels";  // tests run in the repository root
   settings.cache_dir = cache;
 #if defined(__SANITIZE_THREAD__)
   settings.cxx_options = {"-O1", "-g1", "-fsanitize=thread"};
@@ -44,13 +44,13 @@ inline jit::Settings cpu_settings(const std::string& cache = {}) {
   settings.cxx_options = {"-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize=vptr"};
 #else
   settings.cxx_options = {"-O1"};
-  // A compiler that has the standard headers precompiled (tests/support/precompiled.py).
+  // A compiler with precompiled standard headers (tests/support/precompiled.py).
   if (const char* cxx = std::getenv("ARK_TEST_CXX"); cxx != nullptr) settings.cxx = cxx;
 #endif
   return settings;
 }
 
-// Numbers of workers that must all give the same bits.
+// All these numbers of workers must give the same bits.
 inline std::vector<int> worker_counts() {
   return ark::test::cases(4) == 4 ? std::vector<int>{1, 2, 3, 4} : std::vector<int>{1, 3};
 }
@@ -60,7 +60,7 @@ inline jit::HostCompiler& cpu_compiler() {
   return *compiler;
 }
 
-// By the format's definition: 4 bits of exponent, of which 7 stand for 1, and 3 of significand.
+// Decodes e4m3 by definition: 4 bits of exponent with a bias of 7, and 3 of significand.
 inline double number_of_e4m3(uint8_t code) {
   const int exponent = code >> 3 & 15, significand = code & 7;
   if (exponent == 15 && significand == 7) return std::nan("");
@@ -68,7 +68,7 @@ inline double number_of_e4m3(uint8_t code) {
   return code >= 128 ? -magnitude : magnitude;
 }
 
-// Reads and writes of one element of any type, by way of the scalar functions of the device library.
+// Reads and writes one element of any type, with the scalar functions of the device library.
 inline double read_element(const void* at, ScalarType type) {
   switch (type) {
     case ScalarType::f32: return cpu::load_one(static_cast<const float*>(at));
@@ -93,11 +93,11 @@ inline void write_element(void* at, ScalarType type, double x) {
     case ScalarType::boolean: cpu::store_one(static_cast<bool*>(at), x != 0); return;
     case ScalarType::i8: *static_cast<int8_t*>(at) = static_cast<int8_t>(x); return;
     case ScalarType::u8:
-    case ScalarType::e4m3: *static_cast<uint8_t*>(at) = static_cast<uint8_t>(x); return;  // the code itself
+    case ScalarType::e4m3: *static_cast<uint8_t*>(at) = static_cast<uint8_t>(x); return;  // stores the code itself
   }
 }
 
-// One step of a type's precision.
+// The rounding unit of a type.
 inline double epsilon_of(ScalarType type) {
   return type == ScalarType::bf16 ? 0x1p-8 : type == ScalarType::f16 ? 0x1p-11 : type == ScalarType::f32 ? 0x1p-24 : 0;
 }
@@ -122,7 +122,7 @@ class CpuCase {
     for (size_t d = shape.size(); d-- > 0; step *= shape[d]) strides[d] = step;
     return strides;
   }
-  // Strides empty: dense. The buffer has `offset` elements before the first.
+  // Empty strides mean dense. The buffer has `offset` elements before the first.
   int input(ScalarType type, const Shape& shape, const Fill& fill, Shape strides = {}, int64_t offset = 0,
             bool mutated = false, bool parameter = false) {
     Buffer buffer;
@@ -167,7 +167,7 @@ class CpuCase {
     one.accesses = std::move(accesses);
     one.extent = extent;
     one.grain = grain;
-    one.flops = 1e9;  // worth cutting
+    one.flops = 1e9;  // large enough to be cut into tiles
     one.bytes = 1e6;
     one.kind = "test";
     one.name = "stage" + std::to_string(stages.size());
@@ -181,7 +181,7 @@ class CpuCase {
     target.workers = workers;
     return plan_stages(graph, stages, target);
   }
-  // Compiles for that many workers and runs `steps` steps; outputs are poisoned before each.
+  // Compiles for that many workers and runs `steps` steps. Outputs are poisoned before each.
   void run(int workers, int steps = 1) {
     CpuLoop loop(plan(workers), cpu_compiler());
     for (int i = 0; i < steps; ++i) run(loop);

@@ -1,5 +1,5 @@
-// Products of coded weights by the CPU target against double: every form, odd sizes, types, one row to many; and that
-// workers do not change a bit.
+// Compares the CPU target's products of quantised weights with double: every form, odd sizes and types, one to many
+// rows. The number of workers must not change any bit.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -13,7 +13,7 @@ namespace cpu_dequant_test {
 
 constexpr ScalarType kFloats[] = {ScalarType::f32, ScalarType::bf16, ScalarType::f16};
 
-// `block`: columns side by side, 0 for columns of bytes.
+// `block` is the number of interleaved columns, 0 for columns of bytes.
 MatmulStage add_product(CpuCase& made, int64_t m, int64_t n, int64_t k, int bits, int64_t groups, int64_t block = 0) {
   const auto type = [&] { return kFloats[made.pick(0, 2)]; };
   const auto yes = [&] { return made.pick(0, 1) == 1; };
@@ -26,7 +26,7 @@ MatmulStage add_product(CpuCase& made, int64_t m, int64_t n, int64_t k, int bits
   codes.high_first = bits == 4 && block == 0 && yes();
   const ScalarType code = bits == 4 ? ScalarType::u8 : yes() ? ScalarType::i8 : ScalarType::e4m3;
   codes.offset = code != ScalarType::e4m3 && yes() ? made.pick(0, 8) : 0;
-  // Of e4m3 all but what is no number.
+  // All e4m3 codes except NaN.
   const CpuCase::Fill some = code == ScalarType::i8 ? CpuCase::integers(-128, 127)
                              : bits == 4            ? CpuCase::integers(0, 255)
                                                     : CpuCase::integers(0, 126);

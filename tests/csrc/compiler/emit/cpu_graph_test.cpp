@@ -1,7 +1,7 @@
-// Random graphs through the CPU target, from nodes to threads, against the interpreter of nodes.
+// Runs random graphs through the CPU target, from nodes to threads, and compares them with the interpreter of nodes.
 //
-// The interpreter computes in double. Inputs are small whole numbers, so most results are exact; where a rounding of
-// float32 decides a comparison or a floor, the two may part, so a graph may differ in few elements but not in many.
+// The interpreter computes in double. Inputs are small integers, so most results are exact. If float32 rounding decides
+// a comparison or a floor, results can differ, so a graph may differ in few elements but not in many.
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -70,9 +70,9 @@ std::string run_random(uint32_t seed, int workers, jit::HostCompiler& compiler) 
     for (int64_t at = 0; at < buffer.bytes; at += size_of(type)) {
       if (memory.written[b][static_cast<size_t>(at)] == 0) continue;
       const double want = memory.cells[b][static_cast<size_t>(at)], have = read_element(got.data() + at, type);
-      const double allowed = 1e-5 + 0.02 * std::abs(want);  // bfloat16 in between
+      const double allowed = 1e-5 + 0.02 * std::abs(want);  // intermediate results may be bfloat16
       if ((std::isnan(want) && std::isnan(have)) || want == have || std::abs(want - have) <= allowed) continue;
-      if (std::abs(want) > 1e5 && !(std::abs(have) <= 1e5)) continue;  // overflow of narrow types
+      if (std::abs(want) > 1e5 && !(std::abs(have) <= 1e5)) continue;  // narrow types overflow
       if (wrong++ == 0)
         first = "buffer " + std::to_string(b) + " byte " + std::to_string(at) + ": " + std::to_string(have) + ", not " +
                 std::to_string(want);

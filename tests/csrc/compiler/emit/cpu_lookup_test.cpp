@@ -1,4 +1,4 @@
-// Gather and scatter of the CPU target: every type, any dimension, indices from the end.
+// Tests gather and scatter of the CPU target: every type, any dimension, negative indices.
 #include <gtest/gtest.h>
 
 #include "compiler/fuse/row_program.hpp"
@@ -6,8 +6,7 @@
 namespace ark::compiler::test {
 namespace {
 
-// Gather and scatter move elements of every type as they are, through any dimension; negative indices count from the
-// end.
+// Gather and scatter move elements of every type unchanged, along any dimension. Negative indices count from the end.
 TEST(CpuLookupTest, EveryType) {
   CpuCase made(16);
   struct Try {
@@ -30,7 +29,7 @@ TEST(CpuLookupTest, EveryType) {
       one.source = made.input(type, dim == 0 ? Shape{3, 21} : Shape{9, 3}, CpuCase::integers(60, 99));
       one.places = made.input(ScalarType::i64, {3}, CpuCase::integers(0, 2));
       for (int64_t i = 0; i < 3; ++i) made.set(one.places, {i}, static_cast<double>(i * 2 + 1 - (i == 1 ? size : 0)));
-      // Cut along the dimension that is not indexed.
+      // Tiles cut the dimension that is not indexed.
       made.stage(ScatterStage{one.base, one.places, one.source, dim, true},
                  {{one.base, 1 - dim, true}, {one.places, -1, false}, {one.source, 1 - dim, false}}, dim == 0 ? 21 : 9);
       all.push_back(one);

@@ -1,5 +1,5 @@
-// The device library's functions against double, over all of the range and at the edges, and its conversions bit by
-// bit.
+// Compares the device library's functions with double over the whole range and at its edges, and checks its conversions
+// bit by bit.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 namespace ark::cpu {
 namespace {
 
-// Distance in units of the last place of the float nearest to `want`.
+// Returns the error in units in the last place (ULP) of the float nearest to `want`.
 double ulps(float got, double want) {
   if (std::isnan(want)) return std::isnan(got) ? 0 : 1e9;
   if (std::isinf(static_cast<float>(want)) || want == 0) return got == static_cast<float>(want) ? 0 : 1e9;
@@ -23,7 +23,7 @@ double ulps(float got, double want) {
   return std::abs(got - want) / std::ldexp(1.0, std::max(exponent - 24, -149));
 }
 
-// Every 8,191st float of both signs, infinities and NaN among them.
+// Tests every 8,191st float of both signs, including infinities and NaN.
 template <class Function, class Reference>
 void expect_close(const char* name, double most, Function&& function, Reference&& reference) {
   double worst = 0;
@@ -99,7 +99,7 @@ TEST(CpuMathTest, EdgesAsPyTorch) {
   EXPECT_EQ(round_to(splat(int64_t{1} << 32 | 5), int32_t{})[0], 5);
 }
 
-// Every bfloat16 and half: there and back again. Every 1,021st float: to the nearest, ties to even.
+// Converts every bfloat16 and half forth and back, and rounds every 1,021st float to nearest, ties to even.
 template <class T>
 void expect_conversions(int significand_bits, int least_exponent, double overflow) {
   for (uint32_t bits = 0; bits < 65536; bits += kLanes) {
@@ -141,7 +141,7 @@ TEST(CpuMathTest, ConversionsOfHalf) {
 
 TEST(CpuMathTest, TailsTouchNothingElse) {
   for (int count = 0; count <= kLanes; ++count) {
-    std::vector<float> from(static_cast<size_t>(count));  // exactly: a sanitizer sees what is read past it
+    std::vector<float> from(static_cast<size_t>(count));  // exact size, so that a sanitizer detects reads past the end
     if (count == 0) from.reserve(1);                      // data() is never null
     for (int i = 0; i < count; ++i) from[static_cast<size_t>(i)] = static_cast<float>(i + 1);
     const Floats x = load(from.data(), First{count});
@@ -180,7 +180,7 @@ TEST(CpuMathTest, ReductionsIgnoreLanesThatDoNotCount) {
   }
 }
 
-// Lanes that are rows keep to themselves: a NaN, infinities, and sums that only their own terms decide.
+// If lanes are rows, they must not affect each other: a NaN, infinities, and sums of only their own terms.
 TEST(CpuMathTest, LanesThatAreRowsKeepToThemselves) {
   Sum<Floats> sum;
   Sum<Ints> count;
@@ -232,7 +232,7 @@ TEST(CpuMathTest, SmallNumbersBehindLargeOnesCount) {
   Sum<Floats> sum;
   for_columns(0, kAll, [&](int64_t c, auto lanes) { sum.add(load(row.data() + c, lanes), lanes); });
   const double exact = kLarge * 16777216.0 + (kAll - kLarge) * 0.5;
-  EXPECT_NEAR(sum.result()[0], exact, 8192.0);  // a float's last place there; the small ones are 64 of them
+  EXPECT_NEAR(sum.result()[0], exact, 8192.0);  // one ULP of a float of that size; the small terms add up to 64 of them
 }
 
 TEST(CpuMathTest, NanIsGreatestLeastAndFirst) {

@@ -1,5 +1,5 @@
-// Matrix products of the CPU target against double: types, strides, odd sizes, bias, tiles on every axis; and that
-// workers do not change a bit.
+// Compares the CPU target's matrix products with double: types, strides, odd sizes, bias, and tiles on every axis. The
+// number of workers must not change any bit.
 #include <gtest/gtest.h>
 
 #include "compiler/emit/cpu_case.hpp"
@@ -14,7 +14,7 @@ struct MatmulCase {
   int64_t batch, m, n, k;
 };
 
-// Strides of a [batch, rows, columns] value: rows or columns adjacent, or neither.
+// Strides of a [batch, rows, columns] value with adjacent rows, adjacent columns, or neither.
 Shape matrix_strides(CpuCase& made, int64_t rows, int64_t columns) {
   switch (made.pick(0, 3)) {
     case 0: return {rows * columns + 3, columns, 1};
@@ -93,7 +93,7 @@ TEST(CpuMatmulTest, RandomAgainstDouble) {
   for (const MatmulCase& one : all) expect_product(made, one);
 }
 
-// Sums of positive numbers, where a single chain of 16384 additions is off by 4e-6.
+// Sums positive numbers, where one chain of 16384 float additions would have an error of 4e-6.
 TEST(CpuMatmulTest, DeepSumsKeepTheirDigits) {
   CpuCase made(11);
   const CpuCase::Fill uniform = [](std::mt19937_64& random) { return std::uniform_real_distribution<>(0, 1)(random); };

@@ -1,4 +1,4 @@
-// Row programs of the CPU target that reduce: one behind the other, over several dimensions, and rows in place.
+// Tests the CPU target's row programs with reductions: one after the other, over several dimensions, and in place.
 #include <gtest/gtest.h>
 
 #include <limits>
@@ -7,7 +7,7 @@
 namespace ark::compiler::test {
 namespace {
 
-// Softmax and the mean of its logarithm's square: three reductions one behind the other, expensive registers kept.
+// Softmax and the mean square of its logarithm: three dependent reductions that keep expensive registers.
 TEST(CpuRowReductionsTest, ReductionsBehindReductions) {
   CpuCase made(13);
   const int64_t rows = 7, columns = 83;
@@ -26,7 +26,7 @@ TEST(CpuRowReductionsTest, ReductionsBehindReductions) {
   program.store(z, program.op("sqrt", {mean}, f32, true), true);
   program.store(where, program.reduce("argmax", share, ScalarType::i64), true);
   program.done();
-  // One element a row masked with -inf, one row with nothing but.
+  // One row has an element masked with -inf, another row has only -inf.
   made.set(x, {2, 5}, -std::numeric_limits<double>::infinity());
   for (int64_t c = 0; c < columns; ++c) made.set(x, {4, c}, -std::numeric_limits<double>::infinity());
   CpuLoop loop(made.plan(3), cpu_compiler());
@@ -52,7 +52,7 @@ TEST(CpuRowReductionsTest, ReductionsBehindReductions) {
   }
 }
 
-// Columns of several dimensions, transposed: the vector runs along the adjacent one.
+// The reduced columns span several transposed dimensions. The vector runs along the contiguous one.
 TEST(CpuRowReductionsTest, ReductionOverSeveralDimensions) {
   CpuCase made(14);
   const Shape shape{4, 6, 35};
@@ -70,7 +70,7 @@ TEST(CpuRowReductionsTest, ReductionOverSeveralDimensions) {
   }
 }
 
-// x -= mean(x), written over x: the second pass must not read what the first has written.
+// x -= mean(x), written over x: the second pass must not read what the first one has written.
 TEST(CpuRowReductionsTest, InPlace) {
   CpuCase made(15);
   const int64_t rows = 3, columns = 50;

@@ -1,5 +1,6 @@
-// Row programs of the CPU target: every operator over every kind of type, every type loaded and stored with every kind
-// of stride, and what is refused. Random programs are in cpu_graph_test.cpp, reductions in cpu_row_reductions_test.cpp.
+// Tests the CPU target's row programs: every operator with every kind of type, loads and stores of every type with
+// every kind of stride, and what is refused. Random programs are in cpu_graph_test.cpp, reductions in
+// cpu_row_reductions_test.cpp.
 #include <gtest/gtest.h>
 
 #include <limits>
@@ -28,7 +29,7 @@ TEST(CpuRowsTest, EveryOperatorOverEveryKindOfType) {
       const bool bits = name.rfind("bitwise_", 0) == 0;
       if (bits ? is_floating(type) : false) continue;
       if (type == ScalarType::boolean && (name == "neg" || name == "sub" || name == "abs" || name == "sign")) continue;
-      // What gives fractions gives float32 of whole numbers.
+      // All other operators compute float32 from integers.
       static const std::set<std::string> whole = {
           "neg",  "abs",         "relu",       "floor",       "ceil",        "round",     "trunc",        "sign",
           "add",  "sub",         "mul",        "maximum",     "minimum",     "remainder", "floor_divide", "where",
@@ -84,7 +85,7 @@ TEST(CpuRowsTest, EveryOperatorOverEveryKindOfType) {
   }
 }
 
-// [rows, columns] with columns adjacent, apart, rows adjacent, backwards-padded.
+// Strides of [rows, columns]: adjacent columns, spaced columns, adjacent rows, padded rows.
 Shape strides_of(int kind, int64_t rows, int64_t columns) {
   if (kind == 0) return {columns, 1};
   if (kind == 1) return {columns * 3, 3};
@@ -121,7 +122,7 @@ TEST(CpuRowsTest, EveryTypeToEveryTypeWithEveryStride) {
   }
 }
 
-// Powers of whole numbers wrap around and are exact; negative ones are 0 but for 1 and -1.
+// Integer powers wrap around and are exact. Negative exponents give 0, except for the bases 1 and -1.
 TEST(CpuRowsTest, PowersOfWholeNumbers) {
   CpuCase made(18);
   const std::vector<double> bases{0, 1, -1, 2, -3, 10, 7, -2, 2, 3}, powers{0, 5, -3, 62, 3, 18, 1, 63, -1, -2},
@@ -145,7 +146,7 @@ TEST(CpuRowsTest, PowersOfWholeNumbers) {
           << bases[static_cast<size_t>(i)];
 }
 
-// What would be wrong, or end the process, is refused with the stage's name.
+// Programs that would be wrong or crash the process are refused with the stage's name.
 TEST(CpuRowsTest, RefusedWithAReason) {
   auto refused = [](const std::function<void(CpuCase&, Program&, int, int)>& write, const char* why) {
     CpuCase made(17);

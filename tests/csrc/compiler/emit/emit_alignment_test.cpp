@@ -1,4 +1,4 @@
-// Which functions a CUDA source has twice, for operands that begin at multiples of 16 bytes and for others, and which
+// Tests which functions a CUDA source has twice, for operands that are aligned to 16 bytes and for others, and which
 // operands decide.
 #include <gtest/gtest.h>
 
@@ -23,7 +23,7 @@ int64_t count(const std::string& text, const std::string& what) {
   return times;
 }
 
-// rows x depth times weights [columns, depth], of whose rows `spare` elements more are left out.
+// rows x depth times weights [columns, depth], which are a slice of rows that are `spare` elements longer.
 std::string product(int64_t rows, int64_t depth, int64_t spare, ScalarType type, const char* target = "sm_90a") {
   GraphBuilder make;
   const int weights = make.parameter({40, depth + spare}, type);
@@ -36,18 +36,18 @@ TEST(Alignment, FunctionsHaveATextForEach) {
   for (const char* target : {"sm_90a", "sm_80"})
     for (const int64_t rows : {1, 12, 100}) {
       const std::string text = product(rows, 64, 0, ScalarType::bf16, target);
-      const int64_t functions = rows == 100 ? 2 : 1;  // many rows are two stages
+      const int64_t functions = rows == 100 ? 2 : 1;  // many rows use two stages
       EXPECT_EQ(count(text, "template <bool kAligned>"), functions) << rows;
       EXPECT_EQ(count(text, ".a_aligned = kAligned, .b_aligned = kAligned"), functions) << rows;
       EXPECT_EQ(count(text, "case kFunctions + "), functions) << rows;
       EXPECT_EQ(count(text, "_misaligned(context, p); break;"), functions) << rows;
-      EXPECT_EQ(count(text, "{Operand::pointer, 1, "), 2 * functions) << rows;  // both inputs, the result not
+      EXPECT_EQ(count(text, "{Operand::pointer, 1, "), 2 * functions) << rows;  // both inputs, not the result
     }
 }
 
 TEST(Alignment, StridesAreKnownBefore) {
   for (const ScalarType type : {ScalarType::f32, ScalarType::bf16}) {
-    const std::string text = product(2, 63, 0, type);  // neither a's rows nor b's begin well
+    const std::string text = product(2, 63, 0, type);  // neither a's rows nor b's are aligned
     EXPECT_EQ(count(text, ".a_aligned = false, .b_aligned = false"), 1);
     EXPECT_EQ(count(text, "kAligned"), 0);
     EXPECT_EQ(count(text, "case kFunctions + "), 0);

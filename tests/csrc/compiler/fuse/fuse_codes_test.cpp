@@ -1,5 +1,5 @@
-// Stages of products with coded weights: what they touch, which are one on a GPU, and that they compute what the nodes
-// compute.
+// Tests stages of products with quantised weights: what they access, which ones merge on a GPU, and that they compute
+// the same as the nodes.
 #include <gtest/gtest.h>
 
 #include <random>
@@ -22,7 +22,7 @@ struct Form {
   int64_t offset = 0;
 };
 
-// Of weights [n, k], the layout of nn.Linear.
+// Weights have the layout [n, k] of nn.Linear.
 int linear(GraphBuilder& builder, int a, int64_t n, const Form& form) {
   const int64_t k = builder.at(a).shape[1];
   const ScalarType type = form.bits == 4 ? ScalarType::u8 : ScalarType::i8;
@@ -40,7 +40,7 @@ int linear(GraphBuilder& builder, int a, int64_t n, const Form& form) {
                        {"biased", form.biased}});
 }
 
-// Codes are whole numbers.
+// Codes are integers.
 void fill(Memory& memory, const Graph& graph) {
   fill_inputs(memory, graph);
   std::mt19937 random(3);
@@ -80,7 +80,7 @@ TEST(CodedProducts, ComputeWhatTheirNodesDo) {
   }
 }
 
-// On a CPU alone.
+// Only on a CPU.
 TEST(CodedProducts, OfBlocksOfColumnsAreCutBetweenThem) {
   for (const int64_t rows : {1, 3, 200}) {
     GraphBuilder builder;
@@ -117,7 +117,7 @@ TEST(CodedProducts, TouchTheirTilesCodesAndScales) {
   EXPECT_EQ(stages[0].bytes, 2 * 96 * 4 + 48 * 48 + 2 * 48 * 3 * 4 + 2 * 48 * 4);
   std::vector<int> cut;
   for (const Access& access : stages[0].accesses) cut.push_back(access.axis);
-  EXPECT_EQ(cut, (std::vector<int>{-1, 1, 1, 1, 1}));  // rows; codes, scales, zeros, the result
+  EXPECT_EQ(cut, (std::vector<int>{-1, 1, 1, 1, 1}));  // rows; then codes, scales, zeros and the result
 }
 
 TEST(CodedProducts, ShareRowsWhereTheyAreCodedAlike) {

@@ -1,5 +1,5 @@
-// Random stage graphs: buffers, views and stages that say what they touch, without operators in them. Ready for
-// plan_stages(); what a tile computes is the simulator's business (simulated_plan.hpp).
+// Random stage graphs for plan_stages(): buffers, views, and stages that declare their accesses but contain no
+// operators. The simulator (simulated_plan.hpp) decides what a tile computes.
 #pragma once
 
 #include <algorithm>
@@ -19,8 +19,8 @@ struct StageGraph {
   std::vector<Stage> stages;
 };
 
-// Matrices of a few sizes that divide each other, cut by rows or columns, read whole or cut, in place or not, through
-// transposed views and halves; some stages replicable, some inputs mutated, some parameters.
+// Matrices of a few sizes that divide each other. Stages read them whole or cut them by rows or columns, in place or
+// not, through transposed views and halves. Some stages are replicable, some inputs are mutated, some are parameters.
 class RandomStages {
  public:
   explicit RandomStages(uint64_t seed) : random_(seed) {}
@@ -38,7 +38,7 @@ class RandomStages {
 
  private:
   struct Matrix {
-    int value;  // all of it
+    int value;  // the whole matrix
     int buffer;
     int64_t rows, columns;
     bool writable;
@@ -79,7 +79,7 @@ class RandomStages {
     matrices_.push_back(matrix);
     return matrix;
   }
-  // The same bytes with rows and columns exchanged.
+  // Returns the same bytes with rows and columns exchanged.
   int transposed(const Matrix& matrix) {
     return add_value(matrix.buffer, {matrix.columns, matrix.rows}, {1, matrix.columns});
   }
@@ -88,7 +88,7 @@ class RandomStages {
       const Matrix from = any();
       Access access;
       access.value = from.value;
-      if (!chance(2)) {  // cut along a dimension that divides the extent, or the extent it
+      if (!chance(2)) {  // cut along a dimension that divides the extent, or that the extent divides
         for (const int axis : {pick(0, 1), 0, 1}) {
           const int64_t length = axis == 0 ? from.rows : from.columns;
           if (length % extent != 0 && extent % length != 0) continue;
@@ -118,24 +118,24 @@ class RandomStages {
       const auto kind = chance(6) ? Buffer::Kind::output : Buffer::Kind::temporary;
       halves = chance(6) ? 2 : 1;
       out = add_matrix(kind);
-      matrices_.pop_back();  // not to be read by the stage that makes it
+      matrices_.pop_back();  // the stage that writes it must not read it
     }
     const int axis = pick(0, 1);
-    for (int half = 0; half < halves; ++half) {  // two stages write a half each
+    for (int half = 0; half < halves; ++half) {  // two stages write one half each
       Stage part = stage;
       const int64_t rows = out.rows / halves;
       part.extent = axis == 0 ? rows : out.columns;
       if (chance(4) && part.extent % 4 == 0) part.grain = 4;
       if (!in_place || earlier > 1) add_reads(part, part.extent);
       std::erase_if(part.accesses, [&](const Access& access) {
-        return made_.graph.values()[access.value].buffer == out.buffer;  // tiles would meet
+        return made_.graph.values()[access.value].buffer == out.buffer;  // tiles would conflict
       });
       Access write;
       write.value = halves == 1
                         ? out.value
                         : add_value(out.buffer, {rows, out.columns}, {out.columns, 1}, half * rows * out.columns);
       write.axis = axis;
-      if (in_place) part.accesses.push_back(write);  // reads what it writes, tile by tile
+      if (in_place) part.accesses.push_back(write);  // each tile reads what it writes
       write.write = true;
       part.accesses.push_back(write);
       part.replicable = out.temporary && !in_place && chance(2);
@@ -145,7 +145,7 @@ class RandomStages {
     }
     if (!in_place) matrices_.push_back(out);
   }
-  // An output that reads everything that nobody else has read, so that nothing that goes wrong stays unseen.
+  // Adds an output that reads everything that nothing else has read, so that no error stays hidden.
   void add_last() {
     Stage stage;
     stage.kind = "random";
@@ -172,7 +172,7 @@ class RandomStages {
   int inputs_ = 0, outputs_ = 0;
 };
 
-// The loop's end: every worker reads the first element of the last output.
+// The loop's end condition: every worker reads the first element of the last output.
 inline void add_stop(StageGraph& made) {
   Value value;
   value.buffer = static_cast<int>(made.graph.buffers().size()) - 1;

@@ -1,5 +1,5 @@
-// A row program written instruction by instruction, and compiled as quickly as can be: what tests of emitted rows
-// share.
+// Test support for emitted rows: a row program is written instruction by instruction, and compiled without optimisation
+// to save time.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -42,7 +42,7 @@ class Program {
   int reduce(const std::string& name, int from, ScalarType type) {
     return named(Kind::reduce, name, {from}, type, true);
   }
-  // Tiles cut program_.axis.
+  // Adds the stage. Tiles cut program_.axis.
   void done() {
     const int axis = program_.axis;
     const int64_t extent = axis < 0 ? 1 : program_.shape[static_cast<size_t>(axis)];
@@ -63,7 +63,7 @@ class Program {
     one.scalar = scalar;
     return add(one);
   }
-  // The value has the program's dimensions, 1 long where it does not vary.
+  // The value has the program's dimensions, with size 1 where it does not vary.
   int access(Kind kind, int value, std::vector<int> args, bool scalar) {
     const Value& at = made_.graph.values()[static_cast<size_t>(value)];
     Instruction one;

@@ -1,4 +1,4 @@
-// A graph node by node and stage by stage, for tests of what makes stages.
+// Test support for passes that form stages: runs a graph node by node and stage by stage, and compares the results.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -37,7 +37,7 @@ inline std::string describe(const Graph& graph, const std::vector<Stage>& stages
   return text;
 }
 
-// As plans for a GPU with so many workers have them; 1: for the CPU.
+// The stages of a plan for a GPU with that many workers. 1 means the CPU.
 inline std::vector<Stage> stages_for(Graph& graph, int workers) {
   Compilation now;
   now.plan.target = workers == 1 ? target_named("cpu") : gpu_target("sm_90a", workers);
@@ -48,9 +48,9 @@ inline std::vector<Stage> stages_for(Graph& graph, int workers) {
   return std::move(now.plan.stages);
 }
 
-// Both ways, from the same inputs; every buffer that the caller sees must agree.
+// Runs both ways on the same inputs. Every buffer that the caller sees must agree.
 inline void expect_same(Graph& graph, const std::function<void(Memory&)>& fill, uint32_t seed, int workers = 1) {
-  std::vector<Stage> stages;  // may add temporaries
+  std::vector<Stage> stages;  // this may add temporaries
   ASSERT_NO_THROW(stages = stages_for(graph, workers)) << describe(graph, {});
   Memory start(graph);
   fill(start);

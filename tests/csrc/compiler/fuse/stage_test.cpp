@@ -1,4 +1,5 @@
-// make_stages: what belongs together is one stage, and stages in random tiles compute what the nodes compute.
+// Tests make_stages(): operators that belong together form one stage, and stages run in random tiles compute the same
+// as the nodes.
 #include "compiler/graph/stage.hpp"
 
 #include <gtest/gtest.h>
@@ -63,7 +64,7 @@ TEST(Stages, ResidualJoinsTheNormAfterIt) {
   const auto stages = stages_of(builder);
   ASSERT_EQ(stages.size(), 1u);
   EXPECT_FALSE(stages[0].replicable);  // it writes results of the call
-  // What is stored is rounded in its register too; what is not stays float32.
+  // Registers that are stored are rounded, the others stay float32.
   int rounded = 0;
   for (const auto& instruction : std::get<RowProgram>(stages[0].body).code) {
     if (instruction.kind == RowProgram::Instruction::Kind::op && instruction.type == ScalarType::bf16) ++rounded;
@@ -84,7 +85,7 @@ TEST(Stages, LayerNormIsOne) {
   const auto stages = stages_of(builder);
   ASSERT_EQ(stages.size(), 1u);
   EXPECT_EQ(stages[0].name, "layer_norm");
-  EXPECT_EQ(stages[0].extent, 10);  // both outer dimensions are one
+  EXPECT_EQ(stages[0].extent, 10);  // both outer dimensions are merged
 }
 
 TEST(Stages, SoftmaxIsOneAlongAnyDimension) {
@@ -152,7 +153,7 @@ TEST(Stages, WriteIntoCacheComesBeforeAttention) {
   GraphBuilder builder;
   const int cache = builder.input({1, 2, 8, 4}, ScalarType::f32, true), index = builder.input({1}, ScalarType::i64);
   const int k = builder.input({1, 2, 1, 4}), q = builder.input({1, 4, 1, 4});
-  const int old = builder.pointwise("mul", {cache, builder.literal(2)});  // reads what is there before
+  const int old = builder.pointwise("mul", {cache, builder.literal(2)});  // reads the old content
   builder.into(cache, "scatter", {cache, index, k}, {{"dim", int64_t{2}}});
   builder.into(builder.output({1, 4, 1, 4}), "attention", {q, cache, cache}, {{"scale", 0.5}});
   builder.copy_out(old);
@@ -172,7 +173,7 @@ TEST(Stages, WriteIntoCacheComesBeforeAttention) {
   EXPECT_EQ(stages[2].extent, 2);
 }
 
-// What a decoding step computes for its cache goes straight there, where nobody else wants it.
+// If nothing else uses it, a decoding step's new entry for the cache is computed directly into the cache.
 TEST(Stages, KeysGoStraightIntoTheCache) {
   enum class Case { plain, wrapped, by_halves, two_positions, read_again, cache_read, asked_between };
   for (const Case one : {Case::plain, Case::wrapped, Case::by_halves, Case::two_positions, Case::read_again,
@@ -219,12 +220,12 @@ TEST(Stages, KeysGoStraightIntoTheCache) {
   }
 }
 
-// For a GPU: 2 heads of keys and 12 workers are blocks of query rows; none is too small.
+// On a GPU: 2 key heads for 12 workers are split into blocks of query rows, none too small.
 TEST(Stages, AttentionOverManyRowsIsSplit) {
   struct Case {
     int64_t queries, keys;
     bool causal;
-    int mask;  // 1: a row for all, 2: one for each
+    int mask;  // 1: one row for all, 2: one row for each
     int workers;
     std::vector<int64_t> rows;
   };
@@ -245,11 +246,11 @@ TEST(Stages, AttentionOverManyRowsIsSplit) {
   }
 }
 
-// For a GPU: few rows, and so many positions that 2 heads of keys would leave workers idle.
+// On a GPU: few rows, but so many positions that 2 key heads would leave workers idle.
 TEST(Stages, AttentionOfFewRowsIsSplitByPositions) {
   struct Case {
     int64_t batch, heads, queries, positions;
-    int mask;  // 1: a row for all, 2: one for each
+    int mask;  // 1: one row for all, 2: one row for each
     int workers;
     std::vector<int64_t> parts;
   };
@@ -267,7 +268,7 @@ TEST(Stages, AttentionOfFewRowsIsSplitByPositions) {
         builder.graph,
         [&](Memory& memory) {
           fill_inputs(memory, builder.graph);
-          if (one.mask > 0)  // nobody looks at the last part
+          if (one.mask > 0)  // the last part is masked
             for (size_t i = 0; i < memory.cells[3].size(); ++i)
               memory.cells[3][i] = static_cast<int64_t>(i) % one.positions < 250 && i % 3 != 0 ? 1 : 0;
         },
@@ -281,7 +282,8 @@ TEST(Stages, AttentionOfFewRowsIsSplitByPositions) {
   }
 }
 
-// For a GPU: few rows by columns, as finely as its kernel works; many in even blocks of rows, each by columns of tiles.
+// On a GPU: few rows are cut by columns as finely as the kernel allows; many rows into even blocks, each by column
+// tiles.
 TEST(Stages, ProductsAreCutForAGpu) {
   struct Case {
     int64_t m, n;
@@ -312,7 +314,7 @@ TEST(Stages, ProductsAreCutForAGpu) {
   }
 }
 
-// An activation is the product's own, where nobody else reads the product and rows are many.
+// An activation joins the product if nothing else reads the product and there are many rows.
 TEST(Stages, ProductsAreFinishedForAGpu) {
   struct Case {
     int64_t m;

@@ -1,4 +1,4 @@
-// Graphs as tests write them: dense results on buffers of their own, views by name.
+// Test support: builds graphs with dense results in their own buffers, and named views.
 #pragma once
 
 #include <algorithm>
@@ -58,7 +58,7 @@ struct GraphBuilder {
     return graph.add_value(value);
   }
 
-  // A node that writes `out`; its index is what it appears as in origins: "n7".
+  // Adds a node that writes `out`. Origins call it by its index: "n7".
   int into(int out, const std::string& op, const std::vector<int>& inputs, const Attributes& attributes = {}) {
     graph.add_node({op, inputs, {out}, attributes, "n" + std::to_string(graph.nodes().size())});
     return out;
@@ -107,7 +107,7 @@ struct GraphBuilder {
     }
     return view(value, shape, strides);
   }
-  int transpose(int value) {  // the last two
+  int transpose(int value) {  // the last two dimensions
     std::vector<int> order;
     for (size_t i = 0; i < at(value).shape.size(); ++i) order.push_back(static_cast<int>(i));
     std::swap(order[order.size() - 1], order[order.size() - 2]);

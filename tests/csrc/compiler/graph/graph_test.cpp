@@ -1,14 +1,12 @@
-// Graphs refuse what is wrong, in the words of who made it; types, the pointwise table, overlap of views.
+// Tests that graphs refuse wrong input and name its origin. Also tests types and the table of pointwise operators.
 #include "compiler/graph/graph.hpp"
 
 #include <gtest/gtest.h>
 
 #include <functional>
 #include <limits>
-#include <random>
 #include <set>
 
-#include "compiler/graph/footprint.hpp"
 #include "compiler/verify/interpreter.hpp"
 #include "graph_builder.hpp"
 #include "util/error.hpp"
@@ -16,7 +14,7 @@
 namespace ark::compiler {
 namespace {
 
-// What the error says, or nothing.
+// Returns the error's text, or an empty string.
 std::string message_of(const std::function<void()>& act) {
   try {
     act();
@@ -46,7 +44,7 @@ TEST(Pointwise, TableHasEachNameOnce) {
   for (const PointwiseOp& op : pointwise_ops()) {
     EXPECT_TRUE(names.insert(op.name).second) << op.name;
     EXPECT_EQ(find_pointwise(op.name), &op);
-    // The interpreter knows every one.
+    // The interpreter must know every operator.
     EXPECT_NO_THROW(apply(op.name, std::vector<double>(static_cast<size_t>(op.operands), 1.0), false)) << op.name;
   }
   EXPECT_EQ(find_pointwise("sum"), nullptr);
@@ -75,7 +73,7 @@ TEST(Graphs, RefuseBuffersAndValuesThatCannotBe) {
   Value far = builder.at(x);
   far.buffer = 9;
   expect_refused("buffer 9 of 1", [&] { builder.graph.add_value(far); });
-  EXPECT_NO_THROW(builder.view(x, {6}, {-1}, 5));  // backwards, inside
+  EXPECT_NO_THROW(builder.view(x, {6}, {-1}, 5));  // reversed, within bounds
   EXPECT_EQ(builder.graph.inputs(), 1);
   EXPECT_EQ(builder.graph.outputs(), 0);
 }
@@ -175,7 +173,7 @@ TEST(Graphs, RefuseWhatIsReadBeforeItIsWritten) {
   GraphBuilder early = builder;
   early.copy_out(whole);
   expect_refused("before all of it is written", [&] { early.graph.check(); });
-  // Odd and even rows of the rest make it whole.
+  // Writing the odd and the even rows of the rest completes it.
   builder.into(builder.slice(whole, 0, 4, 8, 2), "copy", {builder.slice(x, 0, 0, 2)});
   GraphBuilder odd = builder;
   odd.copy_out(odd.transpose(whole));
@@ -183,67 +181,10 @@ TEST(Graphs, RefuseWhatIsReadBeforeItIsWritten) {
   builder.into(builder.slice(whole, 0, 5, 8, 2), "copy", {builder.slice(x, 0, 2, 4)});
   builder.copy_out(builder.transpose(whole));
   EXPECT_NO_THROW(builder.graph.check());
-  // A result of the call has no contents either.
+  // A result of the call has no content either.
   const int result = builder.output({3});
   builder.copy_out(result);
   expect_refused("before all of it is written", [&] { builder.graph.check(); });
-}
-
-// Against all bytes of small random views: never a wrong no, and yes only where it is hard.
-TEST(Overlap, IsNeverMissed) {
-  std::mt19937 random(11);
-  int disjoint = 0, told = 0;
-  for (int round = 0; round < 20000; ++round) {
-    Value values[2];
-    std::set<int64_t> bytes[2];
-    for (int i = 0; i < 2; ++i) {
-      Value& value = values[i];
-      value.buffer = 0;
-      value.type = random() % 2 == 0 ? ScalarType::f32 : ScalarType::bf16;
-      value.offset = 40 + static_cast<int64_t>(random() % 24);
-      const size_t rank = random() % 4;
-      static const int64_t strides[] = {1, 2, 3, 4, 6, 8, 12, 24, -1, -4, 0};
-      for (size_t d = 0; d < rank; ++d) {
-        value.shape.push_back(1 + static_cast<int64_t>(random() % 4));
-        value.strides.push_back(strides[random() % 11]);
-      }
-      each_index(value.shape, [&](const Shape& index) {
-        for (int byte = 0; byte < size_of(value.type); ++byte) bytes[i].insert(byte_of(value, index) + byte);
-      });
-      std::set<int64_t> by_runs;
-      for (const auto& [begin, end] : runs(footprint(value))) {
-        for (int64_t byte = begin; byte < end; ++byte) by_runs.insert(byte);
-      }
-      ASSERT_EQ(by_runs, bytes[i]);
-      int64_t elements = 1;
-      for (int64_t size : value.shape) elements *= size;
-      if (!overlaps_itself(value)) {
-        ASSERT_EQ(static_cast<int64_t>(bytes[i].size()), elements * size_of(value.type));
-      }
-    }
-    bool meet = false;
-    for (int64_t byte : bytes[0]) meet = meet || bytes[1].count(byte) > 0;
-    if (meet) {
-      ASSERT_TRUE(may_overlap(values[0], values[1])) << round;
-    } else {
-      ++disjoint;
-      told += may_overlap(values[0], values[1]) ? 0 : 1;
-    }
-  }
-  EXPECT_GT(told, disjoint * 3 / 4) << told << " of " << disjoint;
-}
-
-TEST(Overlap, TellsPartsOfTensorsApart) {
-  GraphBuilder builder;
-  const int x = builder.input({3, 4, 8});
-  const auto apart = [&](int a, int b) { return !may_overlap(builder.at(a), builder.at(b)); };
-  for (int dim : {0, 1, 2}) {
-    EXPECT_TRUE(apart(builder.slice(x, dim, 0, 1), builder.slice(x, dim, 1, 3))) << dim;
-    EXPECT_FALSE(apart(builder.slice(x, dim, 0, 2), builder.slice(x, dim, 1, 3))) << dim;
-  }
-  EXPECT_TRUE(apart(builder.slice(x, 2, 0, 8, 2), builder.slice(x, 2, 1, 8, 2)));
-  EXPECT_TRUE(apart(builder.transpose(builder.slice(x, 2, 0, 4)), builder.slice(x, 2, 4, 8)));
-  EXPECT_TRUE(apart(x, builder.input({3, 4, 8})));
 }
 
 }  // namespace

@@ -48,7 +48,7 @@ class RandomGraph : public RandomValues {
   void binary() {
     const int a = any(), b = partner(a);
     const bool floats = is_float(a) || is_float(b);
-    if (chance(20)) {  // a chain of small ones that a large one reads
+    if (chance(20)) {  // a chain of small operators that a large one reads
       const Shape& shape = at(a).shape;
       if (!shape.empty() && is_float(a)) {
         const int small = builder_.pointwise("neg", {builder_.slice(a, static_cast<int>(shape.size()) - 1, 0, 1)});
@@ -78,13 +78,13 @@ class RandomGraph : public RandomValues {
     if (!is_float(value) && op == "mean") return;
     const int reduced = builder_.reduce(op, value, dims, chance(70));
     add(reduced);
-    // As norms and softmax do.
+    // As in norms and softmax.
     if (chance(60) && broadcasts_to(at(reduced).shape, at(value).shape)) {
       add(builder_.pointwise(chance(50) ? "sub" : "mul", {value, reduced}));
     }
   }
 
-  // Two pieces of one buffer, as cat makes them.
+  // Writes two parts of one buffer, like cat.
   void slices() {
     const int value = any();
     const Shape from = at(value).shape;
@@ -114,7 +114,7 @@ class RandomGraph : public RandomValues {
       } catch (const std::exception&) {
         continue;
       }
-      // What read it before stays as it was; what reads it again sees the change.
+      // Readers before the change must see the old value, readers after it the new one.
       const int before = chance(50) ? builder_.pointwise("copy", {value}, at(value).type) : -1;
       builder_.into(value, "add", {value, other});
       if (before >= 0) add(before);
@@ -162,7 +162,7 @@ class RandomGraph : public RandomValues {
     std::vector<int> operands = {table, index_input(count, from[dim], wrap)};
     Shape to = from;
     to[dim] = count;
-    if (dim + 1 < static_cast<int64_t>(from.size()) && chance(30)) {  // pairs
+    if (dim + 1 < static_cast<int64_t>(from.size()) && chance(30)) {  // indexes pairs of elements
       operands.push_back(index_input(count, from[dim + 1], wrap));
       to.erase(to.begin() + dim + 1);
     }

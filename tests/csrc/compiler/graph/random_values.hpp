@@ -1,5 +1,5 @@
-// What a random graph draws from: values made so far and views of them of all kinds (permuted, sliced, strided,
-// expanded, unsqueezed), inputs with what is to be in them.
+// Values for random graphs: results made so far, views of them of all kinds (permuted, sliced, strided, expanded,
+// unsqueezed), and inputs with their content.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ class RandomValues {
   Graph& graph() { return builder_.graph; }
   GraphBuilder& builder() { return builder_; }
 
-  // Fills the inputs, small numbers of which sums are exact; indices (inputs named so) within their tables.
+  // Fills inputs with small numbers, whose sums are exact. Inputs named as indices stay within their tables.
   template <typename Memory>
   void fill(Memory& memory) {
     for (size_t b = 0; b < graph().buffers().size(); ++b) {
@@ -67,7 +67,7 @@ class RandomValues {
   void add(int value) { values_.push_back(value); }
   const Value& at(int value) const { return builder_.at(value); }
   int any() {
-    // Late ones more often: chains.
+    // Prefers recent values, which makes chains.
     if (chance(60))
       return values_[values_.size() - 1 - pick(0, std::min<int>(3, static_cast<int>(values_.size()) - 1))];
     return values_[pick(0, static_cast<int>(values_.size()) - 1)];
@@ -81,7 +81,7 @@ class RandomValues {
     return builder_.pointwise("cast", {any()});
   }
 
-  // One view more, of anything.
+  // Adds a random view.
   int view(int value) {
     const Shape from = at(value).shape;
     const auto rank = static_cast<int>(from.size());
@@ -112,7 +112,7 @@ class RandomValues {
     }
   }
 
-  // Something that broadcasts with `value`.
+  // Returns a value that broadcasts with `value`.
   int partner(int value) {
     const Shape to = at(value).shape;
     for (int i = 0; i < 6; ++i) {

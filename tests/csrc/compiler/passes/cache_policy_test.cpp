@@ -1,4 +1,4 @@
-// Which policy each access gets, by next use, kind and what the machine gains.
+// Tests which cache policy each access gets, by next use, kind of access and gain on the machine.
 #include "compiler/passes/cache_policy.hpp"
 #include "compiler/passes/pipeline.hpp"
 
@@ -21,7 +21,7 @@ using namespace ark::compiler;
 
 constexpr int64_t kWide = 512;
 
-// Layers of x = gelu(x w), and a table's rows before them.
+// Layers of x = gelu(x w), with the lookup of a table's rows before them.
 struct Layers {
   explicit Layers(int layers, int64_t rows = 1, int64_t table_rows = 1000) {
     const int table = build.parameter({table_rows, kWide}), index = build.input({rows}, ScalarType::i64);
@@ -59,7 +59,7 @@ Target gpu(CacheChoice choice = CacheChoice::automatic) {
   return target;
 }
 
-// By layer: the policy that its matrix is read with.
+// Returns the policy that each layer's matrix is read with.
 std::vector<CachePolicy> of_weights(const Layers& layers, const Plan& plan) {
   std::vector<CachePolicy> found;
   for (const int weight : layers.weights)
@@ -91,7 +91,7 @@ TEST(CachePolicy, UnmeasuredMatricesOfFewRowsMakeWayFirstAndAllElseIsPlain) {
 }
 
 TEST(CachePolicy, RowsOfATableBeyondTheCacheMakeWayFirst) {
-  for (const int64_t rows : {1000, 4000}) {  // half of the cache, and twice as much
+  for (const int64_t rows : {1000, 4000}) {  // half of the cache, and twice its size
     int tables = 0;
     each_access(Layers(10, 1, rows).plan(gpu()), [&](const Stage& stage, const Access& access) {
       if (!access.sparse) return;
@@ -117,11 +117,11 @@ TEST(CachePolicy, TheFirstParametersStayAsFarAsWasMeasured) {
   std::vector<CachePolicy> wanted(10, evict_first);
   wanted[0] = wanted[1] = evict_last;
   EXPECT_EQ(of_weights(far, far.plan(target)), wanted);
-  const Layers near(2);  // all of it stays by itself
+  const Layers near(2);  // everything stays in the cache anyway
   EXPECT_EQ(of_weights(near, near.plan(target)), std::vector<CachePolicy>(2, evict_first));
 }
 
-// Products of one row of `a` by matrices [kWide, kWide] whose depth is adjacent, which one kernel reads.
+// Products of one row of `a` with [kWide, kWide] matrices whose depth is contiguous. One kernel reads them all.
 TEST(CachePolicy, ParametersThatOneKernelReadsStayTogetherOrNoneDoes) {
   GraphBuilder build;
   const int a = build.input({1, kWide});
@@ -145,7 +145,7 @@ TEST(CachePolicy, ParametersThatOneKernelReadsStayTogetherOrNoneDoes) {
   }
 }
 
-// The policy of the matrix of rows [rows, depth] by `matrix`, under all-first.
+// Returns the policy of the matrix in the product of [rows, depth] and `matrix`, under all-first.
 CachePolicy of_matrix(GraphBuilder build, int matrix, int64_t rows, ScalarType type = ScalarType::f32) {
   const Shape shape = build.at(matrix).shape;
   const int a = build.input({rows, shape[0]}, type), out = build.output({rows, shape[1]}, type);
@@ -161,7 +161,7 @@ CachePolicy of_matrix(GraphBuilder build, int matrix, int64_t rows, ScalarType t
 
 TEST(CachePolicy, MatricesThatAreNotLoadedSixteenBytesAtATimeHaveNone) {
   GraphBuilder build;
-  const int columns = build.transpose(build.parameter({64, 256}));  // depth adjacent
+  const int columns = build.transpose(build.parameter({64, 256}));  // depth is contiguous
   EXPECT_EQ(of_matrix(build, columns, 1), evict_first);
   EXPECT_EQ(of_matrix(build, build.slice(columns, 0, 0, 252), 1), evict_first);
   EXPECT_EQ(of_matrix(build, build.slice(columns, 0, 0, 254), 1), normal) << "no whole number of 16 bytes";
@@ -180,7 +180,7 @@ TEST(CachePolicy, MatricesThatAreNotLoadedSixteenBytesAtATimeHaveNone) {
   EXPECT_EQ(of_matrix(build, build.parameter({256, 64}, ScalarType::bf16), 5, ScalarType::bf16), normal);
 }
 
-// Policies of keys and of values of one query, under all-first.
+// Returns the policies of keys and values for one query, under all-first.
 std::vector<CachePolicy> of_states(int64_t columns, int64_t value_columns, bool moved = false) {
   GraphBuilder build;
   const int q = build.input({1, 2, 1, columns}), out = build.output({1, 2, 1, value_columns});
@@ -206,7 +206,7 @@ TEST(CachePolicy, KeysAndValuesAreHintedTogetherOrNotAtAll) {
 
 TEST(CachePolicy, WhatIsReadAgainSoonStaysLongestWhereThatWasMeasured) {
   Target target = gpu();
-  target.packets = target.packets_of_rows = false;  // packets have no hints
+  target.packets = target.packets_of_rows = false;  // packets have no cache hints
   target.caches.reused_last = true;
   const Plan plan = Layers(10).plan(target);
   int kept = 0;
@@ -290,7 +290,7 @@ TEST(CachePolicy, TheTextOfAGpuHasIt) {
   EXPECT_NE(kept.find("kHintedLoads = true"), std::string::npos);
 }
 
-// x + 1, into a result or into an input.
+// x + 1, into a result or in place.
 Plan on_cpu(bool in_place, int64_t elements, int64_t stream_bytes, CacheChoice choice = CacheChoice::automatic) {
   GraphBuilder build;
   const int x = build.input({elements}), one = build.literal(1);

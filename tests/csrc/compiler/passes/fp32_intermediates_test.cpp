@@ -1,4 +1,4 @@
-// Which results fp32_intermediates keeps in float32; and that stages still compute what the nodes do.
+// Tests which results fp32_intermediates keeps in float32, and that stages still compute the same as the nodes.
 #include "compiler/passes/fp32_intermediates.hpp"
 #include "compiler/passes/pipeline.hpp"
 
@@ -24,7 +24,7 @@ int linear(GraphBuilder& builder, int a, int64_t n) {
   return builder.matmul(a, builder.transpose(builder.parameter({n, k}, kHalf)), -1, kHalf);
 }
 
-// By stage, in order: the types of the temporaries that it writes.
+// Returns, stage by stage, the types of the temporaries that it writes.
 std::vector<ScalarType> written(GraphBuilder& builder) {
   Graph& graph = builder.graph;
   expect_same(
@@ -42,7 +42,7 @@ std::vector<ScalarType> written(GraphBuilder& builder) {
 using Types = std::vector<ScalarType>;
 constexpr ScalarType kWide = ScalarType::f32;
 
-// x + w1(x), which a norm reads and the next residual: not rounded. What the norm hands to a product is.
+// x + w1(x), read by a norm and by the next residual, is not rounded. What the norm passes to a product is.
 TEST(KeepFloat, AResidualAndWhatIsAddedToIt) {
   GraphBuilder builder;
   const int x = builder.input({1, 24}, kHalf);
@@ -56,7 +56,7 @@ TEST(KeepFloat, AResidualAndWhatIsAddedToIt) {
 TEST(KeepFloat, WhatAProductReadsIsRounded) {
   GraphBuilder builder;
   const int x = builder.input({2, 24}, kHalf);
-  const int first = linear(builder, x, 24);  // read by a product, and by a row program
+  const int first = linear(builder, x, 24);  // read by a product and by a row program
   const int second = linear(builder, first, 24);
   builder.copy_out(builder.pointwise("mul", {first, second}, kHalf));
   EXPECT_EQ(written(builder), (Types{kHalf, kWide}));
@@ -72,7 +72,7 @@ TEST(KeepFloat, WhatAProductReadsIsRoundedForOthersToo) {
   EXPECT_EQ(written(builder), (Types{kWide, kHalf, kWide}));
 }
 
-// A residual that the caller sees, too: what is added to it later is what was seen.
+// A residual that the caller sees is rounded for its other readers, too.
 TEST(KeepFloat, WhatIsSeenIsRoundedForOthersToo) {
   GraphBuilder builder;
   const int x = builder.input({1, 24}, kHalf);

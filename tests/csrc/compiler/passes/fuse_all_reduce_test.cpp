@@ -1,5 +1,5 @@
-// Sums over ranks that products push to the ranks and readers add: when there are such, where they lie, what is
-// emitted.
+// Tests sums over ranks that products push to the ranks and readers add: when they are used, where they are stored, and
+// what is emitted.
 #include "compiler/passes/fuse_all_reduce.hpp"
 #include "compiler/graph/stage_queries.hpp"
 #include "compiler/passes/pipeline.hpp"
@@ -27,14 +27,14 @@ struct Form {
   int64_t rows = 1;
   ScalarType type = ScalarType::bf16;
   std::string reduce_op = "sum";
-  bool part_is_read = false;   // the product's own result, by somebody else
-  bool sum_is_result = false;  // of the step
-  bool sum_is_rows = false;    // of a product
-  bool merged = false;         // with a product of the same rows
+  bool part_is_read = false;   // something else reads the product's own result
+  bool sum_is_result = false;  // the sum is a result of the step
+  bool sum_is_rows = false;    // a product's rows are the sum
+  bool merged = false;         // with another product of the same rows
   bool multi_step = false;
 };
 
-// A product, its sum over two ranks, what reads the sum: a residual with a reduction, and the next product.
+// A product, its sum over two ranks, and the readers of the sum: a residual with a reduction, and the next product.
 Plan summed(const Form& form) {
   GraphBuilder make;
   const ScalarType type = form.type;
@@ -55,7 +55,7 @@ Plan summed(const Form& form) {
   return make_plan(make.graph, gpu_target("sm_90a", 6), form.multi_step);
 }
 
-// Stages that are collectives, and buffers that hold pushed sums.
+// Counts stages that are collectives, and buffers that hold pushed sums.
 std::pair<int, int> counts(const Plan& plan) {
   return {static_cast<int>(std::count_if(plan.stages.begin(), plan.stages.end(), is_spread)),
           static_cast<int>(std::count_if(plan.placements.begin(), plan.placements.end(),
@@ -96,7 +96,7 @@ TEST(PushSums, LieInTheMemoryOfAllRanks) {
   EXPECT_EQ(emit_cuda(summed({.reduce_op = "avg"})).text.find("pushed.cuh"), std::string::npos);
 }
 
-// Who reads a sum is told from whom; the sum is named.
+// An error about a missing sum must name the sum and the rank that did not send it.
 TEST(PushSums, WhatALostRankHasNotSent) {
   const Plan plan = summed({});
   for (size_t task = 0; task < plan.tasks.size(); ++task) {

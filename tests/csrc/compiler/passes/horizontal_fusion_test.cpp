@@ -1,4 +1,5 @@
-// What fuse_horizontally and fuse_tails make one stage of, and what not; and that it computes what the nodes compute.
+// Tests what fuse_horizontally and fuse_tails merge into one stage and what they do not, and that the result computes
+// the same as the nodes.
 #include "compiler/passes/horizontal_fusion.hpp"
 #include "compiler/passes/pipeline.hpp"
 #include "compiler/verify/validator.hpp"
@@ -19,7 +20,7 @@ namespace merge_products_test {
 
 constexpr int kWorkers = 6;
 
-// Of weights [n, 12], the layout of nn.Linear.
+// Weights have the layout [n, 12] of nn.Linear.
 int linear(GraphBuilder& builder, int a, int64_t n, bool bias = false) {
   const int weights = builder.transpose(builder.parameter({n, 12}));
   return builder.matmul(a, weights, bias ? builder.parameter({n}) : -1);
@@ -32,7 +33,7 @@ std::vector<Stage> checked_stages(GraphBuilder& builder) {
   return stages_for(builder.graph, kWorkers);
 }
 
-// By stage: how many products.
+// Returns the number of products of each stage.
 std::vector<size_t> products_of(const std::vector<Stage>& stages) {
   std::vector<size_t> counts;
   for (const Stage& stage : stages) {
@@ -73,14 +74,14 @@ TEST(MergedProducts, OtherRowsLayoutsAndTypesStayApart) {
   const int a = builder.input({1, 12}), other = builder.input({1, 12});
   builder.copy_out(builder.reduce("amax", linear(builder, a, 12), {1}));
   builder.copy_out(builder.reduce("amax", linear(builder, other, 12), {1}));
-  builder.copy_out(builder.reduce("amax", builder.matmul(a, builder.parameter({12, 12})), {1}));  // lies across
+  builder.copy_out(builder.reduce("amax", builder.matmul(a, builder.parameter({12, 12})), {1}));  // other layout
   const int halves = builder.transpose(builder.parameter({12, 12}, ScalarType::bf16));
   builder.copy_out(builder.reduce("amax", builder.matmul(a, halves), {1}));
   EXPECT_EQ(products_of(checked_stages(builder)), std::vector<size_t>(4, 1));
 }
 
 TEST(MergedProducts, DoNotOvertakeWhatTheyDependOn) {
-  {  // the second's bias is made of the first's result
+  {  // the second's bias is computed from the first's result
     GraphBuilder builder;
     const int a = builder.input({1, 12});
     const int bias = builder.reduce("amax", linear(builder, a, 12), {1});
@@ -106,7 +107,7 @@ int silu(GraphBuilder& builder, int x) {
 TEST(JoinedPointwise, BothHalvesOfAGateAndItAreOneStage) {
   for (const int64_t rows : {1, 4, 8}) {
     for (const bool seen : {false, true}) {
-      const int64_t width = rows == 1 ? 40 : 520;  // rows that are short are pointwise stages' as one
+      const int64_t width = rows == 1 ? 40 : 520;  // pointwise stages would take short rows as one
       GraphBuilder builder;
       const int a = builder.input({rows, 12}), weights = builder.transpose(builder.parameter({width, 12}));
       const int gate = seen ? builder.into(builder.output({rows, width}), "matmul", {a, weights})
@@ -167,7 +168,7 @@ TEST(JoinedPointwise, OtherElementsReductionsAndTheRowsThemselvesAreNotItsTilesO
   }
 }
 
-// Random products of the same and other rows, pointwise operators of what has one shape, some in place.
+// Random products of the same and of other rows, and pointwise operators of one shape, some in place.
 TEST(JoinedPointwise, RandomNetworksComputeTheSame) {
   size_t merged = 0, tails = 0;
   for (uint32_t seed = 0; seed < 300; ++seed) {
@@ -202,7 +203,7 @@ TEST(JoinedPointwise, RandomNetworksComputeTheSame) {
   EXPECT_GT(tails, 100u);
 }
 
-// A gated network's plan, of which one access has changed.
+// Validates a gated network's plan after a change to one access.
 std::string verdict_of(const std::function<void(Plan&, Stage&)>& change) {
   GraphBuilder builder;
   const int a = builder.input({2, 12});

@@ -1,5 +1,5 @@
-// Which attentions of a GPU's plan make their queries and a new position themselves, and which do not; that it computes
-// what the nodes compute; and that the validator looks at whose rows a task reads.
+// Tests which attention stages of a GPU's plan compute their queries and the new cache position themselves, that they
+// compute the same as the nodes, and that the validator checks whose rows a task reads.
 #include "compiler/passes/kv_append.hpp"
 #include "compiler/graph/stage_queries.hpp"
 #include "compiler/passes/pipeline.hpp"
@@ -24,14 +24,14 @@ constexpr int kWorkers = 8;
 enum class Case {
   plain,
   turned,           // rotary embeddings, by halves
-  as_they_are,      // keys too are copied alone
-  wrapped,          // the place counts from the end
+  as_they_are,      // keys are copied without rotation
+  wrapped,          // the position counts from the end
   one_block,        // of positions
   two_queries,      // and as many new positions
-  queries_again,    // read by somebody else
-  between,          // the cache is read with the new position, before attention is
+  queries_again,    // queries have another reader
+  between,          // the cache is read after the append, before attention
   two_places,       // one for keys, another for values
-  part_of_a_cache,  // attention looks at the first positions alone
+  part_of_a_cache,  // attention reads only the first positions
 };
 
 struct Decoding {
@@ -47,7 +47,7 @@ int turned(GraphBuilder& builder, int x) {
   return builder.pointwise("add", {builder.pointwise("mul", {x, builder.input({4})}), other});
 }
 
-// Six query heads on two of keys, four columns.
+// Six query heads on two key heads, four columns.
 Decoding decoding(Case one) {
   Decoding made;
   GraphBuilder& builder = made.builder;

@@ -1,4 +1,4 @@
-// The stages of a Llama decode step by hand: sizes and cuts as make_stages() gives them, nothing inside.
+// Hand-written stages of a Llama decoding step, with the sizes and cuts of make_stages() but no operators.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Collectives as tasks of a GPU's loop kernel: how they are cut, where their packets lie, what the ranks compare, and
-// what is refused.
+// Tests collectives as tasks of a GPU's loop kernel: how they are cut, where their packets are, what the ranks compare,
+// and what is refused.
 #include "compiler/passes/lower_collectives.hpp"
 #include "compiler/graph/stage_queries.hpp"
 #include "compiler/passes/pipeline.hpp"
@@ -28,7 +28,7 @@ Attributes of_ranks(int64_t ranks, const std::string& reduce_op = "", int64_t gr
   return attributes;
 }
 
-// A layer of a parallel model: a product, its sum over the ranks, a norm's reduction, the next product and sum.
+// A layer of a tensor-parallel model: a product, its sum over the ranks, a norm's reduction, the next product and sum.
 Graph layer(int64_t hidden, int64_t ranks, const std::string& reduce_op = "sum", int64_t rows = 1) {
   GraphBuilder make;
   int x = make.input({rows, hidden});
@@ -62,7 +62,7 @@ std::string refused(const std::function<void()>& act) {
   return "";
 }
 
-// Who made a tile pushes it: there is nothing to wait for but the peers.
+// The worker that computed a tile pushes it, so it waits only for peers.
 TEST(SpreadCollectivesTest, TilesFollowTheProducts) {
   const Plan plan = on_gpu(layer(2048, 4, "avg"));
   constexpr int64_t kPlace = 4 * 2 * 2048 * 4;  // packets of four ranks
@@ -94,9 +94,8 @@ TEST(SpreadCollectivesTest, TilesFollowTheProducts) {
   EXPECT_EQ(all.bytes, 4 * kPlace);
 }
 
-// Where nothing made the input on some workers: by size, from 1 KB a tile to all workers.
-// Fusion moves the first collective behind a product: the second one, which depends on nothing, moves with it. Ranks
-// whose collectives came in another order would wait for each other for ever.
+// Fusion moves the first collective after a product, and the second one, which depends on nothing, must move with it.
+// Ranks with collectives in different orders would wait for each other forever.
 TEST(SpreadCollectivesTest, StagesKeepTheOrderOfTheGraph) {
   GraphBuilder make;
   const Shape shape{1, 16};
@@ -105,7 +104,7 @@ TEST(SpreadCollectivesTest, StagesKeepTheOrderOfTheGraph) {
   const int first = make.into(make.temporary(shape), "all_reduce", {negated}, of_ranks(2, "sum"));
   const int second = make.into(make.temporary(shape), "all_reduce", {z}, of_ranks(2, "max"));
   const int product = make.matmul(a, b);
-  make.copy_out(make.pointwise("add", {negated, product}));  // one stage with the negation, behind the product
+  make.copy_out(make.pointwise("add", {negated, product}));  // one stage with the negation, after the product
   make.copy_out(first), make.copy_out(second);
   std::vector<int> nodes;
   size_t at_product = 0, at_first = 0, place = 0;
@@ -133,7 +132,7 @@ TEST(SpreadCollectivesTest, InputsAreCutBySize) {
   EXPECT_EQ(tiles({3}, 132), 1u);
 }
 
-// Whoever makes a small tensor exchanges what he has of it, rather than hand it around.
+// The workers that compute a small tensor exchange their own parts instead of passing them on.
 TEST(SpreadCollectivesTest, SmallResultsAreNotHandedAround) {
   GraphBuilder make;
   const int x = make.input({1, 2048});
@@ -181,7 +180,7 @@ TEST(SpreadCollectivesTest, RanksCompareWhatTheyExchange) {
   for (const char* const op : {"sum", "avg"}) {
     Plan plan = on_gpu(layer(2048, 4, op));
     const uint64_t before = exchanges_of(plan.graph, plan.stages).fingerprint;
-    plan.stages.erase(plan.stages.begin(), plan.stages.begin() + 2);  // a product, and its collective where it has one
+    plan.stages.erase(plan.stages.begin(), plan.stages.begin() + 2);  // a product and, if present, its collective
     EXPECT_NE(exchanges_of(plan.graph, plan.stages).fingerprint, before);
   }
 }
@@ -222,16 +221,17 @@ TEST(SpreadCollectivesTest, WhatCannotBeExchangedIsRefused) {
             std::string::npos);
 }
 
-// Where all do not fit, they take turns in places, and wait for all of the one that is half as many before them.
+// Collectives that do not all fit share places in turn. Each waits for the end of the one that is half as many places
+// before it.
 TEST(SpreadCollectivesTest, LargeOnesTakeTurns) {
   GraphBuilder make;
   const int x = make.input({512, 2048});
-  for (int i = 0; i < 7; ++i)  // not of one another
+  for (int i = 0; i < 7; ++i)  // independent of each other
     make.into(make.output({512, 2048}), "all_reduce", {x}, of_ranks(2, "sum"));
   const Plan plan = on_gpu(make.graph, 8);
   const int64_t bytes = 2 * 2 * 512 * 2048 * 4;
   EXPECT_EQ(exchanges_of(plan.graph, plan.stages).bytes, 4 * bytes);
-  const auto ended_before = [&](int task, int stage) {  // every tile of the stage, as its events say
+  const auto ended_before = [&](int task, int stage) {  // every tile of the stage has ended, by the task's events
     std::set<int> seen;
     for (const int event : plan.tasks[task].waits)
       for (const int tile : tiles_of(plan, stage)) {
@@ -251,7 +251,7 @@ TEST(SpreadCollectivesTest, LargeOnesTakeTurns) {
   }
 }
 
-// Another rank's plan may have them the other way round.
+// Another rank's plan may have them in the opposite order.
 TEST(SpreadCollectivesTest, TwoTilesOnOneWorkerAreNoPlan) {
   Plan plan = on_gpu(layer(2048, 4, "avg"));
   validate(plan);

@@ -1,4 +1,4 @@
-// The pipeline: what stands in its table, for whom each pass runs, and what its observers are told.
+// Tests the pipeline: its table of passes, for which targets each pass runs, and what observers get.
 #include "compiler/passes/pipeline.hpp"
 
 #include <gtest/gtest.h>

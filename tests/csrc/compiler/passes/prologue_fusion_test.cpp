@@ -1,5 +1,5 @@
-// Which tasks of a GPU's plan begin with another (Task::head), what of theirs stays on the SM, and that the validator
-// refuses what one run could not do.
+// Tests which tasks of a GPU's plan start with another task (Task::head), what data stays on the SM, and that the
+// validator refuses heads that a single run could not compute.
 #include "compiler/passes/prologue_fusion.hpp"
 #include "compiler/passes/pipeline.hpp"
 #include "compiler/verify/validator.hpp"
@@ -21,7 +21,7 @@ namespace join_tasks_test {
 constexpr int kWorkers = 6;
 constexpr int64_t kWidth = 512;
 
-// A sum, which is kept, and its norm; returns both.
+// A sum, which is kept, and its norm. Returns both.
 std::pair<int, int> norm(GraphBuilder& builder, int a, int b) {
   const int sum = builder.pointwise("add", {a, b});
   const int mean = builder.reduce("mean", builder.pointwise("mul", {sum, sum}), {1});
@@ -32,7 +32,7 @@ int linear(GraphBuilder& builder, int a) {
   return builder.matmul(a, builder.transpose(builder.parameter({kWidth, kWidth})));
 }
 
-// Two norms, each in front of a product; the second adds to what the first has added up.
+// Two norms, each before a product. The second one adds to the first one's sum.
 Plan two_norms(int64_t rows, const std::string& target = "sm_90a", bool multi_step = false) {
   GraphBuilder builder;
   const int a = linear(builder, builder.input({rows, kWidth}));

@@ -1,4 +1,4 @@
-// Which products split_k cuts; and that the parts, added up by who reads them, are what the nodes compute.
+// Tests which products split_k cuts, and that the parts, added by their readers, are what the nodes compute.
 #include "compiler/passes/split_k.hpp"
 #include "compiler/passes/pipeline.hpp"
 
@@ -21,7 +21,7 @@ struct Deep {
   GraphBuilder builder;
   int product = -1;
 
-  // Rows of 40 columns.
+  // The result's rows have 40 columns.
   Deep(int64_t rows, int64_t depth, bool bias) {
     const int a = builder.input({rows, depth}, kHalf);
     const int weights = builder.transpose(builder.parameter({40, depth}, kHalf));
@@ -30,7 +30,7 @@ struct Deep {
   int residual() { return builder.input(builder.at(product).shape, kHalf); }
 };
 
-// Small whole numbers, whose sums are exact.
+// Small integers, whose sums are exact.
 void fill(Memory& memory, const Graph& graph) {
   std::mt19937 random(5);
   for (size_t b = 0; b < graph.buffers().size(); ++b) {
@@ -42,7 +42,7 @@ void fill(Memory& memory, const Graph& graph) {
   }
 }
 
-// How many products the stages have, when they compute what the nodes do and make a plan that is valid.
+// Returns how many products the stages have, after checking their results and the plan.
 size_t products_in(Deep& deep) {
   Graph& graph = deep.builder.graph;
   expect_same(

@@ -1,4 +1,4 @@
-// What work costs here: measured once, kept, and measured again where the file is not what was written.
+// Tests the measured costs of this machine: measured once, stored, and measured again if the file is damaged.
 #include "compiler/runtime/costs.hpp"
 #include "compiler/inspect/json.hpp"
 #include "compiler/passes/pipeline.hpp"
@@ -25,7 +25,7 @@ namespace fs = std::filesystem;
 
 class CostsTest : public ::testing::Test {
  protected:
-  // As a process of its own would ask.
+  // Asks for the costs as a new process would.
   Target costs(const std::string& cxx = {}, int workers = 2) {
     jit::Settings settings = cpu_settings(cache());
     settings.cxx = cxx;
@@ -41,7 +41,7 @@ class CostsTest : public ::testing::Test {
     return {};
   }
 
-  // One for all tests: compiling takes most of the time.
+  // Shared by all tests, because compiling takes most of the time.
   static void SetUpTestSuite() { folder_ = new jit::TempFolder; }
   static void TearDownTestSuite() { delete folder_; }
   static jit::TempFolder* folder_;
@@ -55,7 +55,7 @@ const std::vector<double> figures(const Target& target) {
           target.cached_bytes_per_us, target.task_us,          target.wait_us};
 }
 
-// Both on a cold cache, before any other test.
+// Two processes start on a cold cache. This must be the first test.
 TEST_F(CostsTest, ProcessesAgree) {
   std::vector<pid_t> children;
   for (const char* name : {"one", "two"}) {
@@ -122,7 +122,7 @@ TEST_F(CostsTest, WithoutThemAsAssumed) {
   EXPECT_EQ(figures(target), figures(Target{}));
   ASSERT_EQ(said_.size(), 1u);
   EXPECT_NE(said_[0].find("assumed costs of work: "), std::string::npos);
-  // Nowhere to keep them: they would differ from run to run.
+  // Without a cache folder the costs would change from run to run.
   EXPECT_EQ(with_measured_costs(Target{}, cpu_compiler(), nullptr).costs, "assumed");
 }
 
@@ -138,7 +138,7 @@ TEST_F(CostsTest, EqualFiguresEqualPlans) {
   EXPECT_NE(plan(target), plan(assumed));
 }
 
-// The last: what it leaves would be taken for the others' file.
+// This must be the last test, because the others would use the file that it leaves.
 TEST_F(CostsTest, OfEachNumberOfWorkersTheirOwn) {
   const auto kept = [] {
     return std::count_if(fs::directory_iterator(cache()), fs::directory_iterator{},

@@ -1,5 +1,5 @@
-// The loop and its threads: steps one after the other, callers at the same time, deadline, an index out of
-// range, a child after fork, collectives as calls of the host. Built with a sanitizer, what it compiles is too.
+// Tests the loop and its threads: consecutive steps, concurrent callers, the deadline, an index out of range, a child
+// after fork, and collectives as host calls. In a sanitizer build, the compiled code is instrumented as well.
 #include "compiler/runtime/cpu_loop.hpp"
 
 #include <gtest/gtest.h>
@@ -42,7 +42,7 @@ RowProgram add_one(CpuCase& made, int x, int y, int64_t rows, int64_t columns) {
   return program;
 }
 
-// A chain of stages that each transpose and add one: every tile of rows reads what all tiles before it wrote.
+// A chain of stages that each transpose and add one. Every tile of rows reads what all tiles before it wrote.
 struct Chain {
   static constexpr int64_t kRows = 24, kColumns = kRows;
   CpuCase made{1};
@@ -111,7 +111,7 @@ TEST(CpuLoopTest, StampsOfEveryTaskAndWait) {
   }
 }
 
-// A scatter of rows, with indices that fit and one that does not.
+// Scatters rows with valid indices and one invalid index.
 TEST(CpuLoopTest, IndexOutOfRangeNamesStageAndValue) {
   for (const int64_t bad : {int64_t{8}, int64_t{-1}}) {
     CpuCase made(2);
@@ -135,7 +135,7 @@ TEST(CpuLoopTest, IndexOutOfRangeNamesStageAndValue) {
           EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
       }
     }
-    made.set(index, {3}, good);  // what failed leaves nothing behind
+    made.set(index, {3}, good);  // a failed step must not affect the next one
     made.run(loop);
     for (int64_t i = 0; i < 5; ++i)
       for (int64_t c = 0; c < 20; ++c)
@@ -143,7 +143,7 @@ TEST(CpuLoopTest, IndexOutOfRangeNamesStageAndValue) {
   }
 }
 
-// Events that nobody bumps: made by taking the signals out of a plan.
+// Removes the signals from a plan, so that its events never complete.
 Plan plan_that_waits_for_ever(Chain& chain) {
   Plan plan = chain.made.plan(2);
   for (Task& task : plan.tasks)
@@ -161,7 +161,7 @@ TEST(CpuLoopTest, DeadlineSaysWhoWaitedForWhom) {
       FAIL();
     } catch (const Error& error) {
       EXPECT_EQ(error.kind(), ErrorKind::timeout);
-      // The worker that waited is the one of the task that it stood before.
+      // The error must name the worker of the task that waited.
       const std::regex said(
           "worker ([0-9]+) waited longer than 50 ms before task [0-9]+ "
           "\\(stage[^)]*, worker \\1\\) for task .*event");
@@ -199,7 +199,7 @@ TEST(CpuLoopTest, CollectivesAreCallsOfTheHost) {
   EXPECT_THROW(made.run(loop), Error);
 }
 
-#if !defined(__SANITIZE_THREAD__)  // which does not follow threads of a forked child
+#if !defined(__SANITIZE_THREAD__)  // ThreadSanitizer does not follow threads of a forked child
 TEST(CpuLoopTest, WorksInAForkedChild) {
   Chain chain(3);
   CpuLoop loop(chain.made.plan(3), cpu_compiler());
@@ -227,7 +227,7 @@ TEST(CpuLoopTest, PoolsRunEveryWorkerOnce) {
     WorkerPool::run(workers, body, &counts);
     for (int w = 0; w < 8; ++w) EXPECT_EQ(counts.of[w], w < workers ? 1 : 0);
   }
-  // A worker that calls a loop itself finds another pool.
+  // A worker that calls a loop itself gets another pool.
   static std::atomic<int> inner{0};
   WorkerPool::run(
       2,
@@ -239,7 +239,7 @@ TEST(CpuLoopTest, PoolsRunEveryWorkerOnce) {
   EXPECT_EQ(inner, 4);
 }
 
-// Identical layers share a function; names of the user end up in comments and cannot leave them.
+// Identical layers share a function. User-provided names go into comments and must not break out of them.
 TEST(CpuLoopTest, SourceSharesFunctionsAndNamesOrigins) {
   Chain chain(6);
   chain.made.stages[2].origin = "evil\n#error \\";

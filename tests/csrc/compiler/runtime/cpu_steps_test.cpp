@@ -1,5 +1,5 @@
-// Many steps from one launch: multi-step plans in CpuLoop. What one step leaves, tiles of other workers read in the
-// next, so that a wait which is missing is a race (ThreadSanitizer) and a wrong number.
+// Tests many steps in one launch: multi-step plans in CpuLoop. Tiles of other workers read in the next step what one
+// step leaves, so that a missing wait is a race (ThreadSanitizer) and a wrong number.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -43,7 +43,7 @@ RowProgram binary(const CpuCase& made, const std::string& name, int from, int wi
   return program;
 }
 
-// Each step transposes and adds one, five times over, in place in the end; counts itself; and says stop at `limit`.
+// Each step transposes and adds one, five times, the last time in place. It counts itself and stops at `limit`.
 class Loop {
  public:
   static constexpr int64_t kRows = 24;
@@ -80,7 +80,7 @@ class Loop {
   int state = -1, count = -1, limit = -1;
 };
 
-// What one caller holds: the arguments, and what they must be.
+// The arguments of one caller, and their expected values.
 struct Caller {
   std::vector<float> x = std::vector<float>(Loop::kRows * Loop::kRows);
   int64_t count = 0, limit = 1 << 30;
@@ -92,7 +92,7 @@ struct Caller {
     const void* in[] = {x.data(), &count, &limit};
     return loop.run_steps(in, nullptr, steps);
   }
-  // How many elements are wrong after so many steps, from `before`.
+  // Counts wrong elements after that many steps from `before`.
   static int wrong(const std::vector<float>& before, const std::vector<float>& after, uint64_t steps) {
     int found = 0;
     for (int64_t i = 0; i < Loop::kRows * Loop::kRows; ++i) {
@@ -140,7 +140,7 @@ TEST(CpuStepsTest, AllWorkersStopAfterTheSameStep) {
   }
 }
 
-// A launch without an end in sight, ended by the caller's own question.
+// A launch without a step limit, ended by the caller's own check.
 TEST(CpuStepsTest, EndsFromOutside) {
   Loop made(false);
   CpuLoop loop(made.plan(3), cpu_compiler());
@@ -152,12 +152,12 @@ TEST(CpuStepsTest, EndsFromOutside) {
     } catch (const Error& error) {
       EXPECT_EQ(error.kind(), ErrorKind::aborted) << error.what();
     }
-    const std::vector<float> before = mine.x = Caller(7).x;  // what failed leaves nothing behind
+    const std::vector<float> before = mine.x = Caller(7).x;  // a failed launch must not affect the next one
     EXPECT_EQ(mine.run(loop, {.most = 3}), 3u);
     EXPECT_EQ(Caller::wrong(before, mine.x, 3), 0);
   };
   constexpr uint64_t kForEver = uint64_t{1} << 60;
-  // The limit is that of a step, not of all of them together. Asked about twenty times a second.
+  // The time limit is per step, not for all steps. The caller is asked about twenty times a second.
   loop.set_timeout(std::chrono::milliseconds(800));
   struct Asker {
     std::thread::id thread;
@@ -175,7 +175,7 @@ TEST(CpuStepsTest, EndsFromOutside) {
   EXPECT_EQ(asker.thread, std::this_thread::get_id());
 }
 
-// A wait of the first step for one before it is met already; one for what nobody signals ends at the deadline.
+// In the first step a wait for the previous one is already satisfied. A wait for a missing signal ends at the deadline.
 TEST(CpuStepsTest, AWaitForAnotherStepHasADeadline) {
   Loop made(false);
   Plan plan = made.plan(2);
@@ -233,7 +233,8 @@ TEST(CpuStepsTest, OnlyChainedPlansHaveSteps) {
   EXPECT_THROW(stops.plan(2, false), Error);
 }
 
-// From nodes: the number to stop at is one of a graph that counts, small enough for every worker to do all of it.
+// Built from nodes: a counting graph computes the stop condition. It is small enough for every worker to compute it
+// all.
 TEST(CpuStepsTest, StopIsANodeOfAGraph) {
   Graph graph;
   const auto value = [&](Buffer::Kind kind, int argument, ScalarType type) {

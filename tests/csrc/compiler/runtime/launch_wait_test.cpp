@@ -1,4 +1,4 @@
-// How long a host waits for a launch of many steps.
+// Tests how long a host waits for a launch of many steps.
 #include "compiler/runtime/launch_wait.hpp"
 
 #include <gtest/gtest.h>

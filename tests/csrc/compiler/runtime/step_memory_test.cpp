@@ -1,4 +1,5 @@
-// Whose memory a step uses, and how long it lives, on the pretended driver: streams, captures, graphs that outlive it.
+// Tests which memory a step uses and how long it lives, on the pretended driver: streams, captures, and graphs that
+// outlive the step.
 #include "compiler/runtime/step_memory.hpp"
 
 #include <gtest/gtest.h>
@@ -22,7 +23,7 @@ class StepMemoriesTest : public testing::Test {
   ~StepMemoriesTest() override { pretend_capture(0); }
 
   std::unique_ptr<StepMemories> make(bool one = false) { return std::make_unique<StepMemories>(plan_, 100, 0, one); }
-  // As of a launch on the stream, by the capture with this id.
+  // Simulates a launch on the stream during the capture with this id.
   static std::weak_ptr<StepMemory> captured(StepMemories& memories, uint64_t id, CUstream stream) {
     pretend_capture(id);
     std::weak_ptr<StepMemory> set = memories.of(stream);
@@ -64,7 +65,7 @@ TEST_F(StepMemoriesTest, AGraphOutlivesTheLoop) {
   memories.reset();
   EXPECT_EQ(mapped(), 2);
   pretend_graph_end(7);
-  EXPECT_FALSE(set.expired());  // the driver's call may not give memory back
+  EXPECT_FALSE(set.expired());  // the driver's callback must not free memory
   release_ended_graphs();
   EXPECT_TRUE(set.expired());
   EXPECT_FALSE(other.expired());

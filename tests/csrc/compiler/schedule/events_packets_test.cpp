@@ -1,4 +1,4 @@
-// What crosses SMs as packets in plans for a GPU, and that nobody counts their events there.
+// Tests which data crosses SMs as packets in plans for a GPU, and that packets need no event counters.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -21,8 +21,8 @@ struct Made {
   int across, along, normed;  // buffers
 };
 
-// Products: the first one's result is multiplied by a matrix across whose depth elements are adjacent, the second one's
-// by one along it, and the third one's is normed before it is.
+// Three products. The first result is multiplied by a matrix with contiguous elements across the depth, the second one
+// by a matrix with contiguous elements along the depth, and the third one goes through a norm.
 Made some_products(int64_t rows, ScalarType type, bool multi_step = false) {
   GraphBuilder builder;
   const auto linear = [&](int a, bool turned = true) {
@@ -57,7 +57,7 @@ TEST(Packets, ResultsOfFewRowsThatAreReadElementByElement) {
   }
 }
 
-// Of a product into a cache: one row, or several that may have to be put in order.
+// A product into a cache: one row, or several that may need ordering.
 TEST(Packets, ARowOnItsWayIntoACache) {
   for (const int64_t rows : {1, 2}) {
     GraphBuilder builder;

@@ -1,4 +1,5 @@
-// Plans run right in any order that their queues and events allow, take no more memory than eager, and are made fast.
+// Tests that plans compute correct results in any order that their queues and events allow, need no more memory than
+// eager, and are made quickly.
 #include "compiler/schedule/plan.hpp"
 #include "compiler/passes/pipeline.hpp"
 
@@ -47,7 +48,7 @@ TEST(PlanTest, AnyInterleavingGivesTheSequentialResult) {
     }
     reused += bytes > plan.arena_bytes + plan.own_bytes;
   }
-  // The graphs do ask for what is tested.
+  // The random graphs must exercise these features.
   EXPECT_GT(waits, 500);
   EXPECT_GT(replicas, 50);
   EXPECT_GT(reused, 25);
@@ -82,7 +83,7 @@ TEST(PlanTest, PacketsGiveTheSequentialResult) {
     const auto expected = simulated.in_program_order();
     for (uint64_t run = 0; run < 20; ++run) ASSERT_EQ(simulated.interleaved(seed * 1000 + run), expected) << seed;
     for (const Event& event : plan.events) (event.packets ? packets : counters) += 1;
-    // A word of a packet belongs to nobody else.
+    // Nothing else may use a word of a packet.
     for (size_t a = 0; a < plan.placements.size(); ++a) {
       for (size_t b = 0; b < plan.placements.size(); ++b) {
         const Placement& one = plan.placements[a];
@@ -97,7 +98,7 @@ TEST(PlanTest, PacketsGiveTheSequentialResult) {
   EXPECT_GT(counters, 50);
 }
 
-// Graphs of real operators, grouped by make_stages(), on a machine where every wait is cheap: cut as finely as may be.
+// Graphs of real operators, grouped by make_stages(), on a machine with cheap waits, which cuts as finely as possible.
 TEST(PlanTest, RandomGraphsRunInAnyInterleaving) {
   int64_t waits = 0, tiles = 0;
   for (uint32_t seed = 1; seed <= 500; ++seed) {
@@ -120,7 +121,7 @@ TEST(PlanTest, RandomGraphsRunInAnyInterleaving) {
   EXPECT_GT(tiles, 1000);
 }
 
-// One worker: the arena holds what eager would hold at once, rounded up to the alignment.
+// With one worker, the arena holds what eager would hold at once, rounded up to the alignment.
 TEST(PlanTest, TakesNoMoreMemoryThanEager) {
   for (uint32_t seed = 1; seed <= 500; ++seed) {
     const Graph graph = RandomGraph(seed).graph();
@@ -131,7 +132,7 @@ TEST(PlanTest, TakesNoMoreMemoryThanEager) {
   }
 }
 
-// A chain of buffers of which two are alive at a time, as eager has them.
+// A chain of buffers with two alive at a time, as in eager.
 TEST(PlanTest, ChainsReuseTheirBuffers) {
   GraphBuilder builder;
   const int64_t lengths[] = {4096, 512, 8192, 64, 4096, 4096, 2048};
@@ -156,8 +157,8 @@ StageGraph llama(int layers) {
   return test::LlamaStages(sizes).make();
 }
 
-// Four waits a layer and worker: for attention's heads, for the sum behind wo, for the product, for the sum behind w2.
-// What is cut alike on both sides of a stage waits for nobody.
+// Four waits per layer and worker: for the attention heads, the sum after wo, the product, and the sum after w2. Stages
+// that are cut the same way on both sides need no wait.
 TEST(PlanTest, LlamaWaitsOnlyWhereAllMeet) {
   for (const int workers : {2, 4, 8}) {
     StageGraph made = llama(3);
@@ -173,7 +174,7 @@ TEST(PlanTest, LlamaWaitsOnlyWhereAllMeet) {
   }
 }
 
-// On a GPU: what crosses SMs are packets, but for the caches, which are written in place.
+// On a GPU, data crosses SMs as packets, except for the caches, which are written in place.
 TEST(PlanTest, LlamaOnAGpuCrossesByPackets) {
   StageGraph made = llama(2);
   Target target = target_of(132);
@@ -200,7 +201,7 @@ TEST(PlanTest, LlamaOnAGpuCrossesByPackets) {
   EXPECT_LE(cached, 2 * 2 * 8);  // keys and values of each head's task
 }
 
-// Every byte of every weight is loaded by exactly one worker, in pages of the ring.
+// Exactly one worker loads every byte of every weight, in pages of the ring.
 TEST(PlanTest, LoadsEveryWeightOnce) {
   for (const int workers : {1, 3, 8}) {
     StageGraph made = llama(2);

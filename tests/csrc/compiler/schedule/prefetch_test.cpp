@@ -1,4 +1,4 @@
-// What a GPU's tasks ask for ahead of their turn (emit_tables.hpp).
+// Tests what a GPU's tasks prefetch for later tasks (emit_tables.hpp).
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -25,7 +25,7 @@ Load load_of(int task, int64_t offset, int64_t bytes, int64_t rows = 1, int64_t 
   return load;
 }
 
-// By position: bytes of each task that have been asked for so far. Checks what holds for all queues.
+// Returns, by position, how many bytes of each task were prefetched so far. Checks what holds for all queues.
 std::vector<std::vector<int64_t>> asked_for(const Queue& queue, int64_t most) {
   const auto asked = loads_ahead(queue, most, most);
   EXPECT_EQ(asked.size(), queue.tasks.size());
@@ -51,11 +51,11 @@ TEST(LoadsAhead, LargeOnesComeInParts) {
   queue.tasks = {7, 3, 5, 9};
   queue.loads = {load_of(7, 0, 50000), load_of(3, 0, 20000), load_of(5, 4096, 100000), load_of(9, 0, 8192)};
   const auto table = asked_for(queue, 65536);
-  EXPECT_EQ(table[0], (std::vector<int64_t>{0, 20000, 45056, 0}));  // the first loads its own itself
+  EXPECT_EQ(table[0], (std::vector<int64_t>{0, 20000, 45056, 0}));  // the first task loads its own data
   EXPECT_EQ(table[1], (std::vector<int64_t>{0, 20000, 65536, 0}));
-  EXPECT_EQ(table[2][3], 8192);  // what of the third was not asked for it loads itself
+  EXPECT_EQ(table[2][3], 8192);  // the third task loads what was not prefetched
   EXPECT_EQ(table[2][2], 65536);
-  // Its parts follow each other.
+  // Its parts are consecutive.
   const auto asked = loads_ahead(queue, 65536, 65536);
   ASSERT_EQ(asked[1].size(), 1u);
   EXPECT_EQ(asked[1][0].offset, 4096 + 45056);
@@ -84,7 +84,7 @@ TEST(LoadsAhead, RowsComeWhole) {
   EXPECT_EQ(asked_for(queue, 200000)[0], (std::vector<int64_t>{0, 128000, 6400}));
 }
 
-// Weights of blocks of rows, and what every row is scaled with: once, by workers that take turns.
+// Weights for blocks of rows, and a scale for all rows. They are prefetched once, by workers that take turns.
 TEST(LoadsAhead, TasksShareWhatTheyAllRead) {
   GraphBuilder builder;
   const int x = builder.input({384, 512}), weights = builder.parameter({512, 512}), scale = builder.parameter({512});
@@ -108,7 +108,7 @@ TEST(LoadsAhead, TasksShareWhatTheyAllRead) {
     }
     for (const int value : here) ++workers[value];
   }
-  EXPECT_GT(before, 3 * (512 + 1) * 512 * 4);  // three blocks of rows at least
+  EXPECT_GT(before, 3 * (512 + 1) * 512 * 4);  // at least three blocks of rows
   ASSERT_EQ(asked.size(), 2u);
   size_t most = 0;
   for (const auto& [value, bytes] : asked) {

@@ -1,9 +1,10 @@
-// Runs a plan in simulated time: workers take their queues in order, wait for events, read at a task's start and write
-// at its end, in a random interleaving. Nothing but queues and events orders them.
+// Runs a plan in simulated time. Workers process their queues in order, wait for events, read at a task's start and
+// write at its end, in a random interleaving. Only queues and events order them.
 //
-// Every byte of memory is a 64-bit word. A task's result is a hash of all that it read, put into every byte that it
-// writes together with the byte's index: whatever is read too early, too late or from the wrong copy changes the final
-// words of inputs and outputs. The reference runs tasks one by one in program order, each buffer by itself.
+// Every byte of memory is a 64-bit word. A task's result is a hash of everything that it read, stored in every byte
+// that it writes, combined with the byte's index. So any read that is too early, too late or from the wrong copy
+// changes the final inputs and outputs. The reference runs tasks one by one in program order, with separate memory for
+// each buffer.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +27,7 @@ inline uint64_t mixed(uint64_t a, uint64_t b) {
   return word * 0xBF58476D1CE4E5B9u;
 }
 
-// Calls visit(byte of the buffer) for each byte that the tile touches: by indices, without csrc/compiler/graph/box.hpp.
+// Calls visit(byte of the buffer) for each byte that the tile accesses. Uses indices, not csrc/compiler/graph/box.hpp.
 template <typename Visit>
 void each_byte(const Graph& graph, const Stage& stage, const Access& access, int64_t begin, int64_t end, Visit visit) {
   const Value& value = graph.values()[access.value];
@@ -56,7 +57,7 @@ class SimulatedPlan {
  public:
   explicit SimulatedPlan(const Plan& plan) : plan_(plan) {}
 
-  // Inputs and outputs after `steps` steps, buffer by buffer.
+  // Returns inputs and outputs after `steps` steps, buffer by buffer.
   std::vector<Words> in_program_order(int steps = 1) {
     start(false, 0);
     for (int step = 0; step < steps; ++step) {
@@ -69,15 +70,15 @@ class SimulatedPlan {
     return visible();
   }
 
-  // Empty when the plan got stuck.
+  // Returns nothing if the plan got stuck.
   std::vector<Words> interleaved(uint64_t seed, int steps = 1) {
     std::mt19937_64 random(seed);
     start(true, seed);
     const size_t workers = plan_.queues.size();
-    std::vector<size_t> next(workers, 0);  // in the queue, steps counted through
+    std::vector<size_t> next(workers, 0);  // positions in the queues, continued over steps
     std::vector<std::pair<bool, uint64_t>> running(workers, {false, 0});
     std::vector<int64_t> counters(plan_.events.size(), 0);
-    // Some workers are slower than others in some runs: orders that a fair choice hardly meets.
+    // In some runs some workers are slower than others, which produces orders that a fair choice rarely does.
     std::vector<int> weight(workers, 1);
     const auto favour = [&] {
       for (int& each : weight) each = random() % 3 == 0 ? 1 : static_cast<int>(random() % 30 + 1);

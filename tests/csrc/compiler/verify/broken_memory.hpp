@@ -1,4 +1,4 @@
-// Plans whose placements and loads are broken. See broken_plans.hpp.
+// Mutations that break a plan's placements and loads, for validator_test.cpp. See broken_plans.hpp.
 #pragma once
 
 #include "compiler/verify/broken_plans.hpp"

@@ -1,4 +1,4 @@
-// Plans whose queues and events are broken. See broken_plans.hpp.
+// Mutations that break a plan's queues and events, for validator_test.cpp. See broken_plans.hpp.
 #pragma once
 
 #include "compiler/schedule/events_order.hpp"
@@ -141,7 +141,7 @@ inline std::vector<Mutation> order_mutations() {
   };
 }
 
-// Of multi-step plans.
+// For multi-step plans.
 inline std::vector<Mutation> step_mutations() {
   const auto carries = [](const Task& task) { return !task.carried.empty(); };
   return {
@@ -190,7 +190,7 @@ inline std::vector<Mutation> step_mutations() {
       {"an event that may count two steps together", true,
        [](Plan& plan, std::mt19937_64& random) {
          const Order order(plan, 2);
-         std::vector<std::pair<int, int>> found;  // the second may signal in the next step before the first has in this
+         std::vector<std::pair<int, int>> found;  // the second's next step may come before the first's current one
          for (int first = 0; first < static_cast<int>(plan.tasks.size()); ++first) {
            for (int second = 0; second < static_cast<int>(plan.tasks.size()); ++second) {
              if (!order.before(first, second, 0, 1)) found.push_back({first, second});
@@ -208,7 +208,7 @@ inline std::vector<Mutation> step_mutations() {
            return std::holds_alternative<StopStage>(plan.stages[each.stage].body);
          });
          if (task < 0) return false;
-         // As the last task it can be taken out without changing other numbers.
+         // The last task can be removed without renumbering the others.
          if (task + 1 != static_cast<int>(plan.tasks.size())) return false;
          for (const int event : plan.tasks[task].signals) --plan.events[event].threshold;
          plan.queues[plan.tasks[task].worker].tasks.pop_back();
@@ -218,7 +218,7 @@ inline std::vector<Mutation> step_mutations() {
   };
 }
 
-// Of plans whose target has packets.
+// For plans of targets with packets.
 inline std::vector<Mutation> packet_mutations() {
   const auto packets = [](const Buffer&, const Placement& placement) { return placement.packets; };
   return {
@@ -255,7 +255,7 @@ inline std::vector<Mutation> packet_mutations() {
          plan.arena_bytes += 2 * plan.graph.buffers()[b].bytes;
          return true;
        }},
-      {"packets read as plain data", false,  // harmless where a counter or the queue orders all of its readers too
+      {"packets read as plain data", false,  // harmless if a counter or the queue orders all readers as well
        [=](Plan& plan, std::mt19937_64& random) {
          const int buffer = any_buffer(plan, random, packets);
          if (buffer < 0) return false;

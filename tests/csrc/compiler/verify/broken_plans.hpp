@@ -1,4 +1,5 @@
-// Ways to break a plan. Each takes a right plan and changes one thing at random; false: the plan has nothing to change.
+// Mutations that break a plan. Each takes a valid plan and changes one thing at random. It returns false if the plan
+// has nothing to change.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +16,7 @@ namespace ark::compiler::test {
 
 struct Mutation {
   const char* name;
-  bool always;  // never harmless: must be rejected every time
+  bool always;  // never harmless, so it must be rejected every time
   std::function<bool(Plan&, std::mt19937_64&)> apply;
 };
 
@@ -24,7 +25,7 @@ auto& any_of(List& list, std::mt19937_64& random) {
   return list[random() % list.size()];
 }
 
-// A random task that satisfies `wanted`; -1: none.
+// Returns a random task that satisfies `wanted`, or -1.
 template <typename Wanted>
 int any_task(const Plan& plan, std::mt19937_64& random, Wanted wanted) {
   std::vector<int> found;
@@ -52,7 +53,7 @@ inline void erase_task(Plan& plan, int gone) {
   }
 }
 
-// Takes back what the task signalled, as if it had never been there.
+// Removes the task's signals and adjusts the thresholds.
 inline void forget_signals(Plan& plan, int index) {
   for (const int event : plan.tasks[index].signals) --plan.events[event].threshold;
   plan.tasks[index].signals.clear();
@@ -83,7 +84,7 @@ inline void move_to_queue(Plan& plan, int index, int worker) {
   queue.insert(std::upper_bound(queue.begin(), queue.end(), index), index);
 }
 
-// Tasks that exchange their places in one queue and in the list of tasks.
+// Exchanges two tasks, in their queue and in the list of tasks.
 inline void exchange(Plan& plan, int a, int b) {
   std::swap(plan.tasks[a], plan.tasks[b]);
   for (Queue& queue : plan.queues) {

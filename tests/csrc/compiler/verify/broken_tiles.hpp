@@ -1,4 +1,4 @@
-// Plans whose tiles are broken. See broken_plans.hpp.
+// Mutations that break a plan's tiles, for validator_test.cpp. See broken_plans.hpp.
 #pragma once
 
 #include "compiler/verify/broken_plans.hpp"
@@ -16,7 +16,7 @@ inline std::vector<Mutation> tile_mutations() {
          erase_task(plan, task);
          return true;
        }},
-      {"missing replica", false,  // harmless where nobody reads the copy: the tiler drops those already
+      {"missing replica", false,  // harmless if nothing reads the copy; the tiler drops those already
        [](Plan& plan, std::mt19937_64& random) {
          const int task = any_task(plan, random, [](const Task& each) { return each.replica; });
          if (task < 0) return false;

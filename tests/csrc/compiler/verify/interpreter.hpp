@@ -1,6 +1,6 @@
-// What graphs and stages mean, in double precision and without rounding, for tests: node by node in program order, and
-// stage by stage, tile by tile. Bytes that nobody wrote yet are known as such, and every read and write of a tile is
-// held against the accesses that its stage declares.
+// The reference semantics of graphs and stages, in double and without rounding: node by node in program order, and
+// stage by stage, tile by tile. It tracks bytes that were never written, and checks every read and write of a tile
+// against the accesses that its stage declares.
 #pragma once
 
 #include <cmath>
@@ -16,11 +16,11 @@
 
 namespace ark::compiler {
 
-// A number for every byte at which an element may begin.
+// A number for every byte at which an element may start.
 struct Memory {
   std::vector<std::vector<double>> cells;
   std::vector<std::vector<uint8_t>> written;
-  // Looks at every access, where set: buffer, byte, whether it is a write.
+  // If set, called for every access: buffer, byte, whether it is a write.
   std::function<void(int, int64_t, bool)> watch;
 
   explicit Memory(const Graph& graph) {
@@ -51,7 +51,7 @@ inline double round_to(double value, ScalarType type) {
   return static_cast<double>(static_cast<int64_t>(value));
 }
 
-// `integers`: computed in int64.
+// With `integers`, computes in int64.
 inline double apply(const std::string& op, const std::vector<double>& x, bool integers) {
   const auto truth = [](bool value) { return value ? 1.0 : 0.0; };
   const auto whole = [&](int i) { return static_cast<int64_t>(x[i]); };
@@ -125,7 +125,7 @@ inline double apply_typed(const std::string& op, const std::vector<double>& x, c
                           ScalarType to) {
   bool integers = !is_floating(to);
   for (size_t i = op == "where" ? 1 : 0; i < from.size(); ++i) integers = integers && !is_floating(from[i]);
-  if (op == "bitwise_not" && to == ScalarType::boolean) return apply("logical_not", x, true);  // as PyTorch has it
+  if (op == "bitwise_not" && to == ScalarType::boolean) return apply("logical_not", x, true);  // as PyTorch does
   return round_to(apply(op, x, integers), to);
 }
 
@@ -151,7 +151,7 @@ struct Reducer {
   }
 };
 
-// Calls visit(index) for every index of the shape, the last dimension fastest.
+// Calls visit(index) for every index of the shape. The last dimension varies fastest.
 inline void each_index(const Shape& shape, const std::function<void(const Shape&)>& visit) {
   Shape index(shape.size(), 0);
   for (int64_t size : shape) {
@@ -165,7 +165,7 @@ inline void each_index(const Shape& shape, const std::function<void(const Shape&
   }
 }
 
-// Byte of the element of `value` at an index of a shape that it broadcasts to.
+// Returns the byte of the element of `value` at an index of a shape that it broadcasts to.
 inline int64_t byte_of(const Value& value, const Shape& index) {
   int64_t at = value.offset;
   const size_t lead = index.size() - value.shape.size();

@@ -1,5 +1,5 @@
-// The interpreter of nodes (included by interpreter.hpp). What products, attention, gather and scatter compute is
-// written once, with the range of one dimension of the result that is wanted.
+// The interpreter of nodes, included by interpreter.hpp. Products, attention, gather and scatter are shared with the
+// interpreter of stages, by a range of one dimension of the result.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 
 namespace ark::compiler {
 
-// Indices [begin, end) of dimension `axis` of what is computed; axis -1: everything.
+// Indices [begin, end) of the result's dimension `axis`. With axis -1, everything.
 struct Part {
   int axis = -1;
   int64_t begin = 0, end = 0;
@@ -30,7 +30,7 @@ inline void run_matmul(Memory& memory, const Value& a, const Value& b, const Val
   });
 }
 
-// One number of coded weights.
+// Decodes one number of quantised weights.
 inline double decoded(const Memory& memory, const std::vector<Value>& values, const MatmulStage& body, int64_t d,
                       int64_t c) {
   const Codes& codes = body.codes;
@@ -60,7 +60,7 @@ inline void run_dequant_matmul(Memory& memory, const std::vector<Value>& values,
   });
 }
 
-// Of a node, with what its attributes say; written apart from dequant_matmul_stage().
+// Makes the stage of a node from its attributes. It does not use dequant_matmul_stage(), which it checks.
 inline MatmulStage coded_product(const std::vector<Value>& values, const Node& node) {
   MatmulStage body{.a = node.inputs[0], .b = node.inputs[1], .out = node.outputs[0]};
   body.k = values[body.a].shape[1];
@@ -77,7 +77,7 @@ inline MatmulStage coded_product(const std::vector<Value>& values, const Node& n
   return body;
 }
 
-// The rows of a position that is added first, of the heads of the part.
+// Writes the new position's rows first, for the heads in `part`.
 inline void add_position(Memory& memory, const AttentionStage& body, const std::vector<Value>& values, Part part) {
   const AttentionStage::Added& added = body.added;
   const Value& keys = values[body.k];
@@ -94,7 +94,7 @@ inline void add_position(Memory& memory, const AttentionStage& body, const std::
   }
 }
 
-// `part` cuts the batch (axis 0) or the heads of the keys (axis 1).
+// `part` cuts the batch (axis 0) or the key heads (axis 1).
 inline void run_attention(Memory& memory, const AttentionStage& body, const std::vector<Value>& values, Part part) {
   const Value &q = values[body.q], &k = values[body.k], &v = values[body.v], &out = values[body.out];
   const int64_t group = q.shape[1] / k.shape[1], keys = k.shape[2];

@@ -1,4 +1,4 @@
-// The interpreter of stages (included by interpreter.hpp).
+// The interpreter of stages, included by interpreter.hpp. It runs their tiles in random order.
 #pragma once
 
 #include <random>
@@ -7,8 +7,9 @@
 
 namespace ark::compiler {
 
-// One row of a program; `row` has the index of the row in all but the last `inner` dimensions. Where nothing is reduced
-// the columns [begin, end) of dimension `axis`, element by element; otherwise twice, as an emitter may load twice.
+// Runs one row of a program. `row` is the index in all but the last `inner` dimensions. Without reductions it computes
+// the columns [begin, end) of dimension `axis`, element by element. With reductions it runs twice, because an emitter
+// may load twice.
 class RowRunner {
  public:
   RowRunner(Memory& memory, const RowProgram& program, const std::vector<Value>& values)
@@ -46,7 +47,7 @@ class RowRunner {
     return at * size_of(values_[instruction.value].type);
   }
 
-  // Bytes from the first position to the one that a store's index says.
+  // Returns the byte distance from the first position to the one that a store's index selects.
   template <class Element>
   int64_t through(const RowProgram::Instruction& store, const Element& element, size_t column) const {
     if (store.args.size() < 2) return 0;
@@ -65,7 +66,7 @@ class RowRunner {
     return round_to(sum, one.type);
   }
 
-  // Registers: an element a column; one alone where scalar.
+  // A register has one element per column, or a single element if it is scalar.
   void run_row(const std::vector<Shape>& columns) {
     std::vector<std::vector<double>> registers;
     const auto element = [&](int reg, size_t column) {
@@ -118,7 +119,7 @@ class RowRunner {
   bool reduces_ = false;
 };
 
-// What a product's program makes of one of its sums.
+// Applies a product's finishing program to one of its sums.
 inline double finished(const std::vector<RowProgram::Instruction>& code, const std::vector<Value>& values, double sum) {
   using Kind = RowProgram::Instruction::Kind;
   std::vector<double> registers;
@@ -144,7 +145,7 @@ inline int axis_of(const Stage& stage, int value) {
   throw std::logic_error("a value without an access");
 }
 
-// Indices [begin, end) of what tiles cut of the product.
+// Computes the indices [begin, end) of the dimension that tiles of the product cut.
 inline void run_product(Memory& memory, const Graph& graph, const Stage& stage, const MatmulStage& matmul,
                         int64_t begin, int64_t end) {
   const auto& values = graph.values();
@@ -193,7 +194,7 @@ inline void run_body(Memory& memory, const Graph& graph, const Stage& stage, int
 
 using ByteSet = std::set<std::pair<int, int64_t>>;
 
-// ByteSet at which elements of the access's part begin.
+// Returns the bytes at which elements of the access's part begin.
 inline ByteSet declared(const Graph& graph, const Stage& stage, int64_t begin, int64_t end, bool write) {
   ByteSet bytes;
   for (const Access& access : stage.accesses) {
@@ -211,7 +212,7 @@ inline ByteSet declared(const Graph& graph, const Stage& stage, int64_t begin, i
   return bytes;
 }
 
-// One tile; throws where it touches what the stage does not declare, or what another tile of it wrote (`written`).
+// Runs one tile. Throws if it accesses undeclared bytes, or bytes that another tile of the stage wrote (`written`).
 inline void run_tile(Memory& memory, const Graph& graph, const Stage& stage, int64_t begin, int64_t end,
                      ByteSet& written) {
   ByteSet own;
@@ -233,7 +234,7 @@ inline void run_tile(Memory& memory, const Graph& graph, const Stage& stage, int
   written.insert(own.begin(), own.end());
 }
 
-// All stages in order, each cut into tiles at random, in random order.
+// Runs all stages in order, each cut into random tiles, in random order.
 inline void run_stages(Memory& memory, const Graph& graph, const std::vector<Stage>& stages, std::mt19937& random) {
   for (const Stage& stage : stages) {
     std::vector<std::pair<int64_t, int64_t>> tiles;

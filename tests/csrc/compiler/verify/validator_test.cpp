@@ -1,5 +1,5 @@
-// The validator rejects broken plans, and what it accepts is right: each way of breaking a plan is tried on many random
-// plans; a broken plan that passes must give the right result in many random interleavings.
+// Tests that the validator rejects broken plans and accepts only correct ones. Each mutation is applied to many random
+// plans. A broken plan that passes must still compute the correct result in many random interleavings.
 #include <gtest/gtest.h>
 
 #include <cstdio>
@@ -38,7 +38,7 @@ Plan random_plan(uint64_t seed, Steps steps = Steps::single) {
   return plan;
 }
 
-// What validate() says; empty: accepted.
+// Returns validate()'s error, or an empty string if it accepts.
 std::string verdict(const Plan& plan) {
   try {
     validate(plan);
@@ -75,7 +75,7 @@ void try_mutations(const std::vector<Mutation>& mutations, uint64_t plans, Steps
       }
       ++harmless;
       ASSERT_FALSE(mutation.always) << mutation.name << " accepted, plan " << seed;
-      // Accepted: then no interleaving may give another result than the plan that it was.
+      // If it is accepted, no interleaving may change the original plan's result.
       const auto expected = SimulatedPlan(plan).in_program_order(steps);
       SimulatedPlan simulated(broken);
       for (uint64_t run = 0; run < 60; ++run) {

@@ -1,4 +1,4 @@
-// Channels over a pretended NIC: order, credits, batches, completions that are lost or swapped, and every way to fail.
+// Tests channels over a pretended NIC: order, credits, batches, lost or swapped completions, and every kind of failure.
 #include <cstring>
 #include <thread>
 
@@ -10,7 +10,7 @@ namespace {
 
 using ChannelTest = RdmaTest;
 
-// Writes slot n of the peer's inbox with a number and signals it.
+// Writes a number to slot n of the peer's inbox and signals it.
 void send_number(Channel& channel, uint64_t n) {
   std::byte* slot = channel.outbox(n);
   std::memcpy(slot, &n, sizeof n);
@@ -32,7 +32,7 @@ TEST_F(ChannelTest, SignalsComeInOrderWithWhatWasPutBefore) {
   const auto source = pattern(target.size(), 5);
   auto there = pair.engines[1]->memory().hold(target.data(), target.size());
   auto here = pair.engines[0]->memory().hold(source.data(), source.size());
-  // Longer than a message of this NIC may be: in pieces.
+  // Longer than this NIC's largest message, so it goes in pieces.
   pair[0].put(source.data(), here.local_key(), source.size(), reinterpret_cast<uint64_t>(target.data()),
               there.remote_key());
   const uint64_t last = pair[0].signal(7);
@@ -42,14 +42,14 @@ TEST_F(ChannelTest, SignalsComeInOrderWithWhatWasPutBefore) {
   EXPECT_TRUE(pair[0].done(last));
 }
 
-// A sender far ahead of a receiver stops at the credits; no receive is ever missing.
+// A fast sender stops when it runs out of credits. A receive is never missing.
 TEST_F(ChannelTest, AReceiverIsNeverNotReady) {
   const uint64_t before = pretend_counts()->not_ready;
   ChannelPair pair({8, 256});
   constexpr uint64_t kMessages = 600;
   std::thread sender([&] {
     for (uint64_t n = 0; n < kMessages; ++n) {
-      // A slot may be filled again once its last write is done and the peer has released it: the credits say so.
+      // By the credits, a slot may be refilled once its last write is done and the peer has released it.
       pair[0].flush(soon());
       send_number(pair[0], n);
     }
@@ -58,11 +58,11 @@ TEST_F(ChannelTest, AReceiverIsNeverNotReady) {
   for (uint64_t n = 0; n < kMessages; ++n) EXPECT_EQ(receive_number(pair[1], n), n);
   sender.join();
   EXPECT_EQ(pretend_counts()->not_ready, before);
-  EXPECT_GE(pair[0].counts().least_credits, 1u);  // the last one was kept for returning credits
+  EXPECT_GE(pair[0].counts().least_credits, 1u);  // the last one was reserved for returning credits
   EXPECT_GT(pair[1].counts().credit_signals, 0u);
 }
 
-// Both only send, and release what comes late: the reserved credit keeps them going.
+// Both sides only send, and release messages late. The reserved credit keeps them going.
 TEST_F(ChannelTest, TwoThatOnlySendDoNotStop) {
   ChannelPair pair({4, 256});
   constexpr uint64_t kMessages = 400;
@@ -83,7 +83,7 @@ TEST_F(ChannelTest, TwoThatOnlySendDoNotStop) {
 TEST_F(ChannelTest, RequestsArePostedTogetherAndFewAskForCompletions) {
   auto engines = std::array{new_engine(), new_engine()};
   Channel a(engines[0], 0, 1, 2, {}), b(engines[1], 1, 0, 2, {});
-  for (uint32_t n = 0; n < 60; ++n) a.signal(n);  // before there is a connection
+  for (uint32_t n = 0; n < 60; ++n) a.signal(n);  // before they are connected
   a.connect(b.endpoint(), 4096);
   b.connect(a.endpoint(), 4096);
   for (uint32_t n = 0; n < 60; ++n) {
@@ -98,7 +98,7 @@ TEST_F(ChannelTest, RequestsArePostedTogetherAndFewAskForCompletions) {
 
 class Completions : public RdmaTest, public ::testing::WithParamInterface<const char*> {};
 
-// Of those that are lost, a later one tells; swapped ones must not make it look as if less were done.
+// A later completion covers lost ones. Swapped ones must not reduce what is known to be done.
 TEST_P(Completions, LostAndSwappedOnesDoNoHarm) {
   const std::string which = GetParam();
   if (which != "swapped") control().lose_completions = 2;
@@ -150,7 +150,7 @@ TEST_F(ChannelTest, AWrongKeyIsRefusedAndEndsBothSides) {
   EXPECT_EQ(pair[1].wait(soon()), 1u);
   pair[1].release();
   control().wrong_keys = 1;
-  // Too long to be sent inline, and of memory that is registered on both sides.
+  // Too long to be sent inline, and registered on both sides.
   pair[0].put(pair[0].outbox(0), pair[0].outbox_key(), 4096, pair[0].remote_slot(0), pair[0].remote_key());
   try {
     pair[0].flush(soon());
@@ -187,7 +187,7 @@ TEST_F(ChannelTest, LossIsSurvived) {
 
 TEST_F(ChannelTest, ALinkThatComesBackIsSurvivedAndOneThatStaysAwayIsNot) {
   auto options = pretended_options();
-  options.timeout = 15;  // 134 ms, seven times
+  options.timeout = 15;  // 134 ms, repeated seven times
   ChannelPair pair({}, options);
   control().link_down = 1;
   pair[0].signal(9);
@@ -198,7 +198,7 @@ TEST_F(ChannelTest, ALinkThatComesBackIsSurvivedAndOneThatStaysAwayIsNot) {
   pair[1].release();
   pair[0].flush(soon());
   control().link_down = 1;
-  pair[1].probe();  // a rank that only waits finds it out by this
+  pair[1].probe();  // how a rank that only waits detects the failure
   try {
     pair[1].wait(soon());
     FAIL();
@@ -261,12 +261,12 @@ TEST_F(ChannelTest, WaitAndFlushEndAtTheirDeadline) {
 TEST_F(ChannelTest, StatesAreEnteredInTheirOrder) {
   auto engine = new_engine();
   Channel a(engine, 0, 1, 2, {}), b(engine, 1, 0, 2, {});
-  EXPECT_THROW(a.connect(a.endpoint(), 4096), Error);  // of another rank
+  EXPECT_THROW(a.connect(a.endpoint(), 4096), Error);  // this endpoint is for another rank
   auto wrong = b.endpoint();
   wrong.slots /= 2;
   EXPECT_THROW(a.connect(wrong, 4096), Error);
   a.connect(b.endpoint(), 4096);
-  EXPECT_THROW(a.connect(b.endpoint(), 4096), Error);  // twice
+  EXPECT_THROW(a.connect(b.endpoint(), 4096), Error);  // connected twice
   b.fail(Error(ErrorKind::aborted, "given up"));
   EXPECT_THROW(b.connect(a.endpoint(), 4096), Error);  // after a failure
   EXPECT_THROW(a.signal(1u << 24), Error);

@@ -1,4 +1,4 @@
-// Which port and GID is chosen, what is said where none can be, and memory that stays registered.
+// Tests which port and GID are chosen, the errors if there is no suitable one, and memory that stays registered.
 #include "dma/rdma/device.hpp"
 
 #include "dma/rdma/registration.hpp"
@@ -110,7 +110,7 @@ TEST_F(DeviceTest, MemoryIsRegisteredOnceAndHeldWhileItIsUsed) {
   EXPECT_EQ(memory.counts().held, 1u);
   part.reset();
   EXPECT_EQ(memory.counts().held, 0u);
-  EXPECT_EQ(memory.counts().idle, 0u);  // nothing stays unless it is asked for
+  EXPECT_EQ(memory.counts().idle, 0u);  // by default nothing is kept
   EXPECT_EQ(pretend_counts()->regions, 0);
 }
 
@@ -123,14 +123,14 @@ TEST_F(DeviceTest, WhatStaysRegisteredIsBoundedAndTheOldestGoes) {
   for (auto& one : data) memory.hold(one.data(), one.size());
   EXPECT_EQ(memory.counts().idle, 3u);
   EXPECT_EQ(memory.counts().idle_bytes, size_t{3} << 20);
-  memory.hold(data[2].data(), 10);  // is there, and the youngest now
+  memory.hold(data[2].data(), 10);  // already registered, and now the most recent
   EXPECT_EQ(memory.counts().reused, 1u);
-  memory.hold(data[0].data(), data[0].size());  // was the first to go; now number 3 goes
+  memory.hold(data[0].data(), data[0].size());  // the oldest would have been dropped, now number 3 is
   EXPECT_EQ(memory.counts().registered, 6u);
   memory.hold(data[2].data(), 10);
   memory.hold(data[3].data(), data[3].size());
   EXPECT_EQ(memory.counts().registered, 7u);
-  // The system's refusal drops what is idle before it is an error.
+  // If registration fails, idle memory is dropped before it becomes an error.
   control().most_memory = 4 << 10;
   std::vector<char> large(3 << 20);
   auto held = memory.hold(large.data(), large.size());

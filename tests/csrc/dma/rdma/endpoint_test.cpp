@@ -1,4 +1,4 @@
-// Records of the store: what is accepted, what is rejected, and what all ranks conclude from all offers.
+// Tests the records in the store: which are accepted or rejected, and what all ranks conclude from all offers.
 #include "dma/rdma/endpoint.hpp"
 
 #include <gtest/gtest.h>

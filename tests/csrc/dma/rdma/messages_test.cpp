@@ -1,4 +1,5 @@
-// Messages over a pretended NIC: matching, sizes around what is small, giving up, peers that go, records that lie.
+// Tests messages over a pretended NIC: matching, sizes around the small limit, giving up, peers that leave, and false
+// records.
 #include <algorithm>
 #include <random>
 #include <thread>
@@ -18,7 +19,7 @@ std::string failure_of(rdma::Message& message) {
   }
 }
 
-// A small message, by which the two are connected.
+// Connects two ranks by a small message.
 void connect(Group& group, int from, int to, int tag) {
   uint32_t value = 1, found = 0;
   const auto received = group[to].receive(from, tag, &found, 4);
@@ -46,7 +47,7 @@ TEST_F(MessagesTest, AllSizesArriveWhoeverIsFirst) {
   }
 }
 
-// Three ranks, several tags, any order of posting within a tag's own, small and large between each other.
+// Three ranks and several tags, posted in any order except within a tag, with small and large messages mixed.
 TEST_F(MessagesTest, TagsKeepTheirOrderAndDoNotMeet) {
   constexpr int kRanks = 3, kMessages = 60;
   Group group(kRanks, {8, 512});
@@ -90,7 +91,7 @@ TEST_F(MessagesTest, TagsKeepTheirOrderAndDoNotMeet) {
 TEST_F(MessagesTest, FromAnyone) {
   Group group(3);
   for (const int from : {1, 2}) {
-    connect(group, from, 0, 1);  // anyone is whoever is connected
+    connect(group, from, 0, 1);  // "any" includes only connected peers
     uint32_t value = 40 + from, found = 0;
     auto message = group[0].receive_any(9, &found, 4);
     EXPECT_EQ(failure_of(*group[from].send(0, 9, &value, 4)), "");
@@ -99,7 +100,7 @@ TEST_F(MessagesTest, FromAnyone) {
     EXPECT_EQ(message->source(), from);
   }
   uint32_t found = 0, value = 77;
-  EXPECT_EQ(failure_of(*group[2].send(0, 9, &value, 4)), "");  // before anyone asks
+  EXPECT_EQ(failure_of(*group[2].send(0, 9, &value, 4)), "");  // posted before any receive
   connect(group, 2, 0, 1);
   EXPECT_EQ(failure_of(*group[0].receive_any(9, &found, 4)), "");
   EXPECT_EQ(found, 77u);
@@ -136,7 +137,7 @@ TEST_F(MessagesTest, ASmallReceiveMayBeGivenUp) {
   EXPECT_NE(failure_of(*first).find("given up"), std::string::npos);
   first.reset();
   auto second = group[1].receive(0, 0, &found, 4);
-  EXPECT_EQ(failure_of(*group[0].send(1, 0, &value, 4)), "");  // meets the first, which is gone
+  EXPECT_EQ(failure_of(*group[0].send(1, 0, &value, 4)), "");  // matches the first receive, which was given up
   value = 12;
   EXPECT_EQ(failure_of(*group[0].send(1, 0, &value, 4)), "");
   EXPECT_EQ(failure_of(*second), "");
@@ -144,7 +145,7 @@ TEST_F(MessagesTest, ASmallReceiveMayBeGivenUp) {
   EXPECT_EQ(lost, 0u);
 }
 
-// The peer has been told where to write: only without the connection is the memory safe.
+// The peer knows where to write, so the memory is safe only without the connection.
 TEST_F(MessagesTest, ALargeReceiveThatIsGivenUpTakesItsConnection) {
   Group group(2);
   connect(group, 0, 1, 1);
@@ -171,7 +172,7 @@ TEST_F(MessagesTest, AbortEndsWhatWaitsAndWhatBegins) {
   EXPECT_NE(failure_of(*group[1].send(0, 0, &value, 4)).find("enough"), std::string::npos);
 }
 
-// What it sent counts; what is awaited ends, with its name.
+// What it sent still counts. Pending receives end with an error that names it.
 TEST_F(MessagesTest, APeerThatLeavesSaysSo) {
   Group group(2);
   uint32_t value = 5, found = 0;
@@ -184,17 +185,17 @@ TEST_F(MessagesTest, APeerThatLeavesSaysSo) {
   EXPECT_NE(failure_of(*group[1].receive(0, 0, &found, 4)).find("rank 0 has left"), std::string::npos);
 }
 
-// As a process that is killed: its queue pairs are gone, and it says nothing.
+// Like a killed process: its queue pairs vanish without a goodbye.
 TEST_F(MessagesTest, APeerThatVanishesIsMissedByWhoWaits) {
   Group group(3);
   uint32_t value = 5;
   for (const int from : {0, 2}) connect(group, from, 1, 0);
   auto awaited = group[1].receive(0, 1, &value, 4);
-  group[0].abort(Error(ErrorKind::aborted, "killed"));  // no goodbye: its pairs are in their error state
+  group[0].abort(Error(ErrorKind::aborted, "killed"));  // no goodbye: its queue pairs are in the error state
   const std::string text = failure_of(*awaited);
   EXPECT_NE(text.find("rank 0"), std::string::npos) << text;
   EXPECT_NE(text.find("did not answer"), std::string::npos) << text;
-  connect(group, 2, 1, 0);  // others are not touched by it
+  connect(group, 2, 1, 0);  // others are not affected
 }
 
 TEST_F(MessagesTest, MalformedRecordsAreRejectedWithThePeersName) {
@@ -219,11 +220,11 @@ TEST_F(MessagesTest, MalformedRecordsAreRejectedWithThePeersName) {
 TEST_F(MessagesTest, MemoryThatTheSystemDoesNotLockIsNamedWithItsLimit) {
   Group group(2);
   connect(group, 0, 1, 0);
-  control().most_memory = 600;  // KiB; the rings take 512
+  control().most_memory = 600;  // KiB, of which the rings take 512
   std::vector<uint8_t> large(1 << 20);
   const std::string text = failure_of(*group[1].receive(0, 0, large.data(), large.size()));
   EXPECT_NE(text.find("cannot register 1048576 bytes of memory with pretend0"), std::string::npos) << text;
-  connect(group, 0, 1, 1);  // the connection is as before
+  connect(group, 0, 1, 1);  // the connection still works
 }
 
 TEST_F(MessagesTest, LossAndFaultsOfCompletionsAreSurvived) {

@@ -1,4 +1,4 @@
-// Two or more ranks in one process, each with an engine of its own over the pretended libibverbs.
+// Test support: two or more ranks in one process, each with its own engine over the pretended libibverbs.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -53,7 +53,7 @@ class StoreOf : public KeyValueStore {
 inline rdma::Options pretended_options() {
   rdma::Options options;
   options.library = PRETENDED_VERBS;
-  options.timeout = 13;  // 34 ms until a packet is sent again, 0.23 s until the peer counts as lost
+  options.timeout = 13;  // 34 ms until a packet is resent, 0.23 s until the peer counts as lost
   return options;
 }
 
@@ -70,7 +70,7 @@ inline size_t open_descriptors() {
   return count;
 }
 
-// Puts the controls back, and finds what was left behind.
+// Resets the controls, and checks that nothing leaked.
 class RdmaTest : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -98,7 +98,7 @@ class RdmaTest : public ::testing::Test {
   size_t descriptors_ = 0;
 };
 
-// Two channels, connected.
+// Two connected channels.
 struct ChannelPair {
   explicit ChannelPair(Channel::Shape shape = {}, const rdma::Options& options = pretended_options())
       : engines{new_engine(options), new_engine(options)} {
@@ -110,7 +110,7 @@ struct ChannelPair {
   std::unique_ptr<Channel> ends[2];
 };
 
-// Ranks of a group; rails: on how many devices.
+// The ranks of a group; rails: on how many devices.
 struct Group {
   explicit Group(int size, Channel::Shape shape = {}, const rdma::Options& options = pretended_options(),
                  size_t most_kept = 1024, int rails = 1) {
@@ -134,7 +134,7 @@ struct Group {
     }
   }
   ~Group() {
-    std::vector<std::thread> closing;  // together, as ranks do
+    std::vector<std::thread> closing;  // all at once, as ranks do
     for (auto& rank : ranks)
       if (rank) closing.emplace_back([&rank] { rank->close(std::chrono::seconds(5)); });
     for (auto& one : closing) one.join();

@@ -1,4 +1,4 @@
-// Messages that nobody has asked for: how many are kept, who waits then, and what is said.
+// Tests messages without a posted receive: how many are kept, who waits then, and the errors.
 #include <thread>
 
 #include "support.hpp"
@@ -19,7 +19,7 @@ std::string outcome_of(rdma::Message& message, Messages::Clock::time_point deadl
   }
 }
 
-// Rank 0's messages to rank 1, numbered, which nobody receives.
+// Numbered messages from rank 0 to rank 1, which nobody receives.
 struct Flood {
   Flood(Group& group, size_t count, int tag = kFlood) : values(count) {
     for (size_t n = 0; n < count; ++n) {
@@ -31,7 +31,7 @@ struct Flood {
   std::vector<Messages::MessagePtr> sent;
 };
 
-// Two ranks that are connected, with few slots and little room.
+// Two connected ranks with few slots and little memory.
 struct Pair : Group {
   Pair() : Group(2, {8, 512}, pretended_options(), kMost) {
     uint32_t value = 1, found = 0;
@@ -62,7 +62,7 @@ TEST_F(UnexpectedTest, AFloodWaitsAtItsSender) {
     EXPECT_EQ(group[1].kept(0), kMost);
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  // 16 are kept, 8 stand in the slots, 8 in the sender's own: the rest is where it was.
+  // 16 are kept, 8 are in the slots and 8 in the sender's slots. The rest is not sent yet.
   EXPECT_EQ(outcome_of(*flood.sent[kMost - 1]), "");
   const std::string late = outcome_of(*flood.sent[kMost + 16], Messages::Clock::now());
   EXPECT_NE(
@@ -76,7 +76,7 @@ TEST_F(UnexpectedTest, AFloodWaitsAtItsSender) {
   for (auto& one : flood.sent) EXPECT_EQ(outcome_of(*one), "");
 }
 
-// What is behind a flood is heard by one who waits for it; nothing is lost or turned round.
+// A waiting rank receives what comes after a flood. Nothing is lost or reordered.
 TEST_F(UnexpectedTest, WhoWaitsHearsWhatIsBehind) {
   Pair group;
   Flood flood(group, 100), other(group, 1, kOther);
@@ -86,7 +86,7 @@ TEST_F(UnexpectedTest, WhoWaitsHearsWhatIsBehind) {
   EXPECT_EQ(group[1].kept(0), 0u);
 }
 
-// A large message needs the peer's announcement, which stands behind the flood.
+// A large message needs the peer's announcement, which comes after the flood.
 TEST_F(UnexpectedTest, ALargeSendHearsItsAnnouncement) {
   Pair group;
   Flood flood(group, 100);
@@ -100,7 +100,7 @@ TEST_F(UnexpectedTest, ALargeSendHearsItsAnnouncement) {
   for (uint64_t n = 0; n < 100; ++n) ASSERT_EQ(group.receives(kFlood, n), "");
 }
 
-// Receives that were posted for sends that never begin are as many, 40 bytes each.
+// Announcements of posted receives, whose sends never start, count as well, at 40 bytes each.
 TEST_F(UnexpectedTest, AnnouncementsCountAsWell) {
   Pair group;
   std::vector<std::vector<uint8_t>> targets(100, std::vector<uint8_t>(1000));
@@ -132,10 +132,10 @@ TEST_F(UnexpectedTest, TooManyForOneWhoWaitsIsSaid) {
       << told;
   EXPECT_NE(told.find("Receive messages in about the order in which they are sent"), std::string::npos) << told;
   EXPECT_LE(group[1].kept(0), most);
-  EXPECT_EQ(group.receives(kFlood, 0), "");  // what was kept is there still
+  EXPECT_EQ(group.receives(kFlood, 0), "");  // what was kept is still there
 }
 
-// A rank that leaves has its last messages heard, though there was no room for them.
+// The last messages of a rank that leaves are received, even if there was no room for them.
 TEST_F(UnexpectedTest, WhatStoodInSlotsCountsWhenThePeerHasGone) {
   Pair group;
   Flood flood(group, kMost + 4);

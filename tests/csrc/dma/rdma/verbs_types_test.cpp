@@ -1,5 +1,5 @@
-// Our declarations of libibverbs' ABI against the real <infiniband/verbs.h>. Built only where CMake finds that header
-// (Debian: libibverbs-dev); the checks are made while compiling.
+// Compares our declarations of libibverbs' ABI with the real <infiniband/verbs.h>, at compile time. CMake builds it
+// only if it finds that header (Debian: libibverbs-dev).
 #include "dma/rdma/verbs_types.hpp"
 
 #include <gtest/gtest.h>

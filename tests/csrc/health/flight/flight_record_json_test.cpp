@@ -1,4 +1,4 @@
-// The flight record as JSON and the file it leaves: valid whatever the names hold, whole, private, once a failure.
+// Tests the flight record's JSON and its file: valid for any names, complete, private, and written once per failure.
 
 #include <gtest/gtest.h>
 #include <sys/stat.h>
@@ -44,7 +44,7 @@ TEST(FlightRecordJson, OddCharactersStayValidJson) {
       << json;
   EXPECT_TRUE(contains(json, " \xE2\x82\xAC\"")) << json;
   EXPECT_FALSE(contains(json, "\xFF"));
-  EXPECT_FALSE(JsonReader::valid(json + "]"));  // the reader itself can say no
+  EXPECT_FALSE(JsonReader::valid(json + "]"));  // checks that the reader can reject
   EXPECT_FALSE(JsonReader::valid(json.substr(0, json.size() - 1)));
 }
 
@@ -74,7 +74,7 @@ TEST(FlightRecordJson, NamesTypesAndAbsences) {
   barrier.operation = "barrier";
   record.scheduled(barrier);
   const std::string json = record.to_json();
-  EXPECT_TRUE(contains(json, "\"global_rank\":6,\"world_size\":2")) << json;  // told by the group
+  EXPECT_TRUE(contains(json, "\"global_rank\":6,\"world_size\":2")) << json;  // from the group
   EXPECT_TRUE(contains(json, "\"global_ranks\":[4,6]")) << json;
   EXPECT_TRUE(contains(json, "\"dtype\":\"float32\",\"output_dtype\":\"float32\",\"reduce_op\":\"SUM\"")) << json;
   EXPECT_TRUE(contains(json, "\"dtype\":null,\"output_dtype\":null,\"reduce_op\":null")) << json;
@@ -108,7 +108,7 @@ TEST(FlightRecordJson, DumpsOneWholePrivateFile) {
       << json;
 
   ::unlink(path.c_str());
-  EXPECT_TRUE(record.dump(path, failure));  // the same failure, seen by another thread
+  EXPECT_TRUE(record.dump(path, failure));  // another thread reports the same failure
   EXPECT_TRUE(folder.names().empty());
   failure.key = 43;
   EXPECT_TRUE(record.dump(path, failure));
@@ -123,7 +123,7 @@ TEST(FlightRecordJson, DumpToNowhereReportsAndLeavesNothing) {
   FlightFailure failure;
   failure.error = "why";
   EXPECT_FALSE(record.dump(folder / "missing/flight_0.json", failure));
-  EXPECT_TRUE(contains(record.to_json(), "\"error\":\"why\""));  // still known, for a later dump
+  EXPECT_TRUE(contains(record.to_json(), "\"error\":\"why\""));  // still known for a later dump
   EXPECT_TRUE(folder.names().empty());
 }
 
@@ -131,7 +131,7 @@ TEST(FlightRecordJson, FirstFailuresAreKept) {
   FlightRecord record(8);
   for (uint64_t index = 0; index < 20; ++index) {
     FlightFailure failure;
-    failure.key = 1 + index / 2;  // each seen twice
+    failure.key = 1 + index / 2;  // each is reported twice
     failure.error = "failure " + std::to_string(index);
     record.note(failure);
   }

@@ -1,4 +1,4 @@
-// Shared by the flight record's tests: a strict JSON reader, entries made from one number, a folder that cleans up.
+// Support of the flight record's tests: a strict JSON reader, entries made from one number, and a temporary folder.
 #pragma once
 
 #include <dirent.h>
@@ -17,7 +17,7 @@
 
 namespace ark::test {
 
-// A strict reader of RFC 8259: the whole text must be one value. Numbers as the writer makes them (integers).
+// A strict reader of RFC 8259. The whole text must be one value. Numbers are integers, as the writer makes them.
 class JsonReader {
  public:
   static bool valid(std::string_view text) {

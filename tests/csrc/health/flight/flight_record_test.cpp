@@ -1,5 +1,5 @@
-// The flight record's ring: what is kept, what is cut, what survives wrap-around, and threads.
-// Run plain, under ThreadSanitizer and under Address/UBSanitizer.
+// Tests the flight record's ring: what it keeps and truncates, what survives wrap-around, and threads. It runs plain
+// and under ThreadSanitizer, AddressSanitizer and UBSanitizer.
 #include "health/flight/flight_record.hpp"
 
 #include <gtest/gtest.h>
@@ -24,7 +24,7 @@ TEST(FlightSizes, KeepsShapesAndFoldsWhatDoesNotFit) {
   EXPECT_EQ(sizes.dims(0), 2);
   EXPECT_EQ(sizes.dims(1), 4);
   EXPECT_EQ(sizes.size(1, 2), 4);
-  EXPECT_EQ(sizes.size(1, 3), 5 * 6 * 7);  // the number of elements is still that of the tensor
+  EXPECT_EQ(sizes.size(1, 3), 5 * 6 * 7);  // the number of elements is still the tensor's
 }
 
 TEST(FlightSizes, CountsTensorsBeyondTheFourth) {
@@ -53,7 +53,7 @@ TEST(FlightRecord, FollowsAnOperationThroughItsStates) {
   EXPECT_LE(done.created_ns, done.started_ns);
   EXPECT_LE(done.started_ns, done.ended_ns);
   EXPECT_GT(done.created_ns, 0);
-  record.failed(id, "too late");  // ended operations stay as they ended
+  record.failed(id, "too late");  // the final state of an operation does not change
   record.started(id);
   EXPECT_EQ(record.snapshot()[0].state, FlightState::completed);
   const uint64_t lost = record.scheduled(entry_of(group, 2));
@@ -90,7 +90,7 @@ TEST(FlightRecord, TimesOfADevice) {
   EXPECT_EQ(entry.state, FlightState::completed);
   EXPECT_EQ(entry.started_ns, 0) << "nobody knows";
   EXPECT_GE(entry.ended_ns, entry.created_ns);
-  // Clocks that differ a little: never before it was issued, and as long as it was.
+  // Clocks may differ a little: the result must not precede the issue, and the duration must be kept.
   const int64_t issued = record.snapshot()[2].created_ns;
   record.completed_on_device(early, issued - 3000, issued + 2000);
   entry = record.snapshot()[2];
@@ -113,7 +113,7 @@ TEST(FlightRecord, KeepsTheLastOperationsOnly) {
     EXPECT_EQ(entries[index].sequence, 13 + index);
     EXPECT_EQ(entries[index].inputs.size(0, 0), static_cast<int64_t>(13 + index));
   }
-  record.failed(ids[3], "overwritten long ago");  // slot 4 holds number 20 now
+  record.failed(ids[3], "overwritten long ago");  // slot 4 now holds number 20
   for (const auto& entry : record.snapshot()) EXPECT_EQ(entry.state, FlightState::scheduled);
   EXPECT_EQ(record.last_id(), 20u);
 }
@@ -164,7 +164,7 @@ TEST(FlightRecord, ErrorsAreCutBetweenCharacters) {
   std::vector<std::string> errors;
   record.snapshot(&errors);
   EXPECT_EQ(errors[0], std::string(FlightRecord::kErrorBytes - 2, 'x'));
-  // The next holder of the slot starts without the text.
+  // The next entry in the slot starts without the text.
   for (uint64_t sequence = 2; sequence <= 9; ++sequence) record.scheduled(entry_of(group, sequence));
   record.snapshot(&errors);
   for (const auto& error : errors) EXPECT_EQ(error, "");
@@ -176,7 +176,7 @@ TEST(FlightRecord, RetiredGroupsAreReusedOnceTheirEntriesAreGone) {
   record.scheduled(entry_of(old, 7));
   record.retire_group(old);
   const uint32_t other = record.register_group("other", "", 0, 2, {});
-  EXPECT_NE(other, old);  // an entry of `old` is still shown
+  EXPECT_NE(other, old);  // an entry still refers to `old`
   EXPECT_TRUE(contains(record.to_json(), "\"retired\":true"));
   for (uint64_t sequence = 1; sequence <= 8; ++sequence) record.scheduled(entry_of(other, sequence));
   EXPECT_EQ(record.register_group("new", "", 0, 2, {}), old);
@@ -196,8 +196,8 @@ TEST(FlightRecord, ManyGroupsKeepTheirAddresses) {
                        "[0,1],\"retired\":false,\"collective\":{\"last_scheduled\":1099"));
 }
 
-// Several groups and threads write, wrap and read one small ring. What a reader sees must be whole: every field of an
-// entry was written from one number. The writers go on until the reader has looked often enough.
+// Several groups and threads write, wrap and read one small ring. A reader must see complete entries: all fields of an
+// entry come from one number. Writers continue until the reader has looked often enough.
 TEST(FlightRecordThreads, EntriesAreNeverTorn) {
   constexpr int kWriters = 4;
   constexpr int kLooks = 20;

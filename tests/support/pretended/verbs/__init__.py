@@ -1,6 +1,6 @@
 """A pretended libibverbs: RDMA between processes of this machine without a NIC (control.hpp, nic.hpp).
 
-`build()` compiles it and gives the environment of ranks; Control tells it, while they run, what is to go wrong.
+`build()` compiles it and returns its path. Control tells it, while ranks run, which faults to produce.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[3]
-# As in control.hpp.
+# Same order as in control.hpp.
 FIELDS = (
     *("link_down", "loss", "lose_completions", "swap_completions", "receiver_not_ready", "wrong_keys", "port_down"),
     *("no_devices", "most_memory", "small_mtu", "only_ipv6", "refuse_pairs"),
@@ -22,7 +22,7 @@ FIELDS = (
 
 
 def build(folder: Path) -> str:
-    """Compiles it into the folder, once for all that ask; returns its path."""
+    """Compiles it into the folder, once for all callers. Returns its path."""
     folder.mkdir(exist_ok=True)
     library = folder / "libibverbs.so.1"
     with open(folder / "lock", "w") as lock:

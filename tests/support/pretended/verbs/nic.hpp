@@ -1,8 +1,8 @@
-// A pretended NIC with reliable connections: objects of the verbs, and a thread that carries packets.
+// A pretended NIC with reliable connections: the verbs' objects, and a thread that carries packets.
 //
-// A queue pair is a Unix datagram socket named after its number, so pairs of any processes of this machine reach each
-// other. Packets carry sequence numbers; the receiver takes them in order and acknowledges, the sender goes back to the
-// first that is missing and counts its attempts, as a NIC does. Memory is read and written where it is registered.
+// A queue pair is a Unix datagram socket named after its number, so that pairs of any processes of this machine can
+// connect. Packets have sequence numbers. The receiver accepts them in order and acknowledges them; the sender goes
+// back to the first missing one and counts its attempts, as a NIC does. Only registered memory is read and written.
 #pragma once
 
 #include <chrono>
@@ -39,8 +39,8 @@ struct Send {
   ark::ibv_send_wr request{};
   const std::byte* from = nullptr;
   uint32_t bytes = 0, key = 0;
-  std::vector<std::byte> held;   // inline
-  uint64_t first = 0, last = 0;  // packets
+  std::vector<std::byte> held;   // inline data
+  uint64_t first = 0, last = 0;  // sequence numbers of its packets
 };
 
 struct Pair {
@@ -53,12 +53,12 @@ struct Pair {
   ark::ibv_qp_attr attributes{};
   std::deque<Send> sends;
   std::deque<uint64_t> receives;
-  uint64_t end = 0;                     // sequence number behind the last packet that was asked for
-  uint64_t acknowledged = 0, next = 0;  // of packets: what the peer has, what goes out next
-  uint64_t expected = 0;                // of the peer's
+  uint64_t end = 0;                     // sequence number after the last requested packet
+  uint64_t acknowledged = 0, next = 0;  // packets: received by the peer, and next to send
+  uint64_t expected = 0;                // the peer's next packet
   bool acknowledge = false;
   int attempts = 0, not_ready = 0;
-  Clock::time_point progress{}, hold{};  // since when the first waits; before when nothing goes out
+  Clock::time_point progress{}, hold{};  // since when the first one waits; when sending may resume
   uint64_t completed = 0;
 };
 
@@ -92,12 +92,12 @@ struct Context {
 Context* of(ark::ibv_context* context);
 Pair* of(ark::ibv_qp* pair);
 
-// All under the context's mutex.
+// Callers hold the context's mutex.
 bool open_socket(Pair& pair);
 void complete(Queue& queue, const ark::ibv_wc& entry);
 void fail_pair(Pair& pair, ark::ibv_wc_status first);
 void transmit(Pair& pair);
-void run(Context& context);  // takes the mutex itself
+void run(Context& context);  // locks the mutex itself
 void wake(Context& context);
 
 int post_send(ark::ibv_qp* pair, ark::ibv_send_wr* requests, ark::ibv_send_wr** bad);

@@ -1,7 +1,7 @@
-// The pretended libibverbs' objects and entry points; nic.hpp says what they are.
+// The objects and entry points of the pretended libibverbs. nic.hpp describes them.
 //
-// Two devices with one port each. A port's GIDs are as Linux lists them: RoCE v1 and v2 of a link-local address, then
-// of an IPv4 one; so the wanted one is number 3.
+// There are two devices with one port each. A port lists its GIDs as Linux does: RoCE v1 and v2 of a link-local
+// address, then of an IPv4 address. So the wanted GID is number 3.
 #include <fcntl.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
@@ -85,7 +85,7 @@ void complete(Queue& queue, const ibv_wc& entry) {
   count_up(channel->base.fd);
 }
 
-// The first that is outstanding fails with the status; all others are flushed.
+// Fails the first outstanding request with the status, and flushes all others.
 void fail_pair(Pair& pair, ibv_wc_status first) {
   pair.base.state = IBV_QPS_ERR;
   ibv_wc entry{};
@@ -384,7 +384,7 @@ int ibv_get_cq_event(ibv_comp_channel* base, ibv_cq** queue, void** user) {
   uint64_t count;
   if (::read(base->fd, &count, sizeof count) < 0) return -1;
   const std::lock_guard lock(of(base->context)->mutex);
-  if (channel->events.empty()) {  // of a queue that is gone
+  if (channel->events.empty()) {  // of a destroyed queue
     errno = EAGAIN;
     return -1;
   }
@@ -424,7 +424,7 @@ ibv_qp* ibv_create_qp(ibv_pd* domain, ibv_qp_init_attr* attributes) {
   return &pair->base;
 }
 
-// What each state needs, and from which it may be entered, as the standard says.
+// Checks what each state requires, and from which state it can be entered, as the standard defines.
 int ibv_modify_qp(ibv_qp* base, ibv_qp_attr* attributes, int mask) {
   Pair& pair = *of(base);
   const std::lock_guard lock(pair.context->mutex);
@@ -441,7 +441,7 @@ int ibv_modify_qp(ibv_qp* base, ibv_qp_attr* attributes, int mask) {
                                                     IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER))
         return error;
       if (attributes->path_mtu < IBV_MTU_256 || attributes->path_mtu > IBV_MTU_4096) return EINVAL;
-      if (!attributes->ah_attr.is_global) return EINVAL;  // as every RoCE device wants
+      if (!attributes->ah_attr.is_global) return EINVAL;  // required by every RoCE device
       kept.dest_qp_num = attributes->dest_qp_num;
       pair.expected = attributes->rq_psn;
       break;

@@ -1,4 +1,4 @@
-// The pretended NIC's packets: out of send queues, over sockets, into memory and completion queues.
+// The packets of the pretended NIC: from send queues, over sockets, into memory and completion queues.
 #include <arpa/inet.h>
 #include <poll.h>
 #include <sys/socket.h>
@@ -19,9 +19,9 @@ using namespace ark;
 namespace {
 
 constexpr uint32_t kPacketBytes = 32 << 10;
-constexpr uint64_t kWindow = 8;  // packets under way
+constexpr uint64_t kWindow = 8;  // packets in flight
 constexpr auto kNotReadyPause = std::chrono::microseconds(640);
-constexpr auto kBusy = std::chrono::milliseconds(1);  // until a full socket is tried again
+constexpr auto kBusy = std::chrono::milliseconds(1);  // until a full socket is retried
 
 socklen_t address_of(uint32_t number, sockaddr_un& address) {
   std::memset(&address, 0, sizeof address);
@@ -53,7 +53,7 @@ Sent send_packet(Pair& pair, Packet packet, const std::byte* payload) {
   message.msg_iov = parts;
   message.msg_iovlen = packet.kind == Packet::data && packet.bytes > 0 ? 2 : 1;
   if (::sendmsg(pair.socket, &message, MSG_DONTWAIT | MSG_NOSIGNAL) >= 0) return Sent::yes;
-  return errno == EAGAIN || errno == ENOBUFS ? Sent::busy : Sent::yes;  // nobody there: lost
+  return errno == EAGAIN || errno == ENOBUFS ? Sent::busy : Sent::yes;  // no receiver: lost
 }
 
 std::chrono::nanoseconds patience_of(const Pair& pair) {
