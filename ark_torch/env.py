@@ -52,8 +52,8 @@ class Variable:
             return "a path; its folder must exist"
         if self.kind == "command":
             return "a program, with arguments"
-        if self.kind == "name":
-            return "a name of letters, digits, _ and -"
+        if self.kind == "names":
+            return "names of letters, digits, _ and -, with commas between"
         if self.kind == "folder":
             return "the path of a folder, made when missing"
         return "the path of a readable file"
@@ -77,8 +77,10 @@ class Variable:
             return os.path.abspath(os.path.expanduser(text))
         if self.kind == "command" and _words(text):
             return text
-        if self.kind == "name" and text.isascii() and text.replace("_", "").replace("-", "").isalnum():
-            return text
+        if self.kind == "names" and text.isascii():
+            names = [name.strip() for name in text.split(",")]
+            if all(name.replace("_", "").replace("-", "").isalnum() for name in names):
+                return ",".join(names)
         if self.kind == "path" and os.path.isfile(text) and os.access(text, os.R_OK):
             return text
         raise ValueError(
@@ -175,9 +177,10 @@ class Settings:
     )
     rdma_device: str = _variable(
         "ARK_RDMA_DEVICE",
-        "name",
+        "names",
         "",
-        "The RDMA device (`rdma link`, `ibv_devices` list them). Unset: the first with an active port.",
+        "The RDMA device (`rdma link`, `ibv_devices` list them). Several, or all: large messages go along all of them, "
+        "small ones by the first. Unset: the first with an active port.",
     )
     rdma_port: int | str = _variable(
         "ARK_RDMA_PORT",

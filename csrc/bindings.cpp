@@ -18,7 +18,8 @@
 #include "collectives/cuda/cuda_dispatch.hpp"
 #include "collectives/cuda/stubs.hpp"
 #include "cuda/driver.hpp"
-#include "dma/rdma/device.hpp"
+#include "dma/rdma/engine.hpp"
+#include "dma/rdma/gpu_memory.hpp"
 #include "dma/rdma/status.hpp"
 #include "jit/compiler.hpp"
 #include "jit/prebuilt.hpp"
@@ -145,13 +146,24 @@ void bind_rdma(py::module_& m) {
     try {
       for (const auto& port : rdma::ports_of(*verbs, wanted))
         ports.emplace_back(port.device + " port " + std::to_string(port.port), port.trouble);
-      chosen = rdma::Device::open(verbs, wanted)->text();
+      std::string left_out;
+      for (const auto& rail : rdma::Engine::rails_of(wanted, left_out))
+        chosen += (chosen.empty() ? "" : "\n") + rail->device()->text();
     } catch (const ark::Error& error) {
       reason = error.message() + (error.context().remedy.empty() ? "" : ". " + error.context().remedy);
     }
     return std::tuple(chosen, reason, ports);
   });
   m.def("_rdma_retry_budget", &rdma::retry_budget);
+  // How memory of a CUDA device reaches each NIC: (NIC, why not directly; empty if directly).
+  m.def("_rdma_gpu_paths", [](const rdma::Options& wanted, int gpu) {
+    py::gil_scoped_release no_gil;
+    std::string left_out;
+    std::vector<std::pair<std::string, std::string>> paths;
+    for (const auto& rail : rdma::Engine::rails_of(wanted, left_out))
+      paths.emplace_back(rail->device()->port().device, rdma::gpu_path(*rail->device(), gpu).reason);
+    return paths;
+  });
 }
 
 // The kernel compilers; ark_torch/_jit.py calls these.
@@ -262,6 +274,33 @@ void bind_jit(py::module_& m) {
       py::arg("may_spill") = true);
 }
 
+// PyTorch's own since 2.14; the same here for older minors.
+void bind_windows([[maybe_unused]] py::module_& m) {
+#ifndef C10D_BACKEND_HAS_WINDOW
+  using ark::BaseWindow;
+  using Release = py::call_guard<py::gil_scoped_release>;
+  py::enum_<ark::WindowAccessType>(m, "WindowAccessType")
+      .value("UNIFIED", ark::WindowAccessType::UNIFIED)
+      .value("SEPARATE", ark::WindowAccessType::SEPARATE);
+  py::class_<ark::WindowAttr>(m, "WindowAttr").def_readonly("access_type", &ark::WindowAttr::access_type);
+  py::class_<ark::WindowOptions>(m, "WindowOptions")
+      .def(py::init<>())
+      .def_readwrite("timeout", &ark::WindowOptions::timeout);
+  for (const char* name : {"PutOptions", "SignalOptions", "WaitSignalOptions"}) m.attr(name) = m.attr("WindowOptions");
+  const ark::WindowOptions none;
+  py::class_<BaseWindow, Shared<BaseWindow>>(m, "Window")
+      .def("tensor_register", &BaseWindow::tensor_register, py::arg("tensor"), py::arg("owning") = true, Release())
+      .def("tensor_deregister", &BaseWindow::tensor_deregister, Release())
+      .def("put", &BaseWindow::put, py::arg("tensor"), py::arg("dst_rank"), py::arg("target_offset_nelems"),
+           py::arg("async_op"), py::arg("opts") = none, Release())
+      .def("map_remote_tensor", &BaseWindow::map_remote_tensor, py::arg("rank"), Release())
+      .def("signal", &BaseWindow::signal, py::arg("peer_rank"), py::arg("async_op"), py::arg("opts") = none, Release())
+      .def("wait_signal", &BaseWindow::wait_signal, py::arg("peer_rank"), py::arg("async_op"), py::arg("opts") = none,
+           Release())
+      .def("get_attr", &BaseWindow::get_attr, py::arg("peer_rank"));
+#endif
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -339,6 +378,8 @@ PYBIND11_MODULE(_C, m) {
           "plan", &ProcessGroupArk::plan,
           "Which ranks share memory: \"2 nodes (2 + 2 ranks), 2 rails, ..., gloo between them\"; empty where "
           "all do.")
+      .def_property_readonly("rdma_trouble", &ProcessGroupArk::rdma_trouble,
+                             "Why NICs of this rank are not used any more, or not with all peers; empty: all are.")
       .def_property_readonly("messages_between_nodes", &ProcessGroupArk::messages_between_nodes,
                              "How many messages this rank has sent to other nodes in collectives.")
       .def_property_readonly(
@@ -350,6 +391,9 @@ PYBIND11_MODULE(_C, m) {
                              "Why ark carries CUDA tensors through memory of the host; empty: it does not.")
       .def_property_readonly("cuda_registered_bytes", &ProcessGroupArk::cuda_registered_bytes,
                              "Bytes of this rank's tensors and pools that are registered with the group.")
+      .def_property_readonly("supports_window", &ProcessGroupArk::supportsWindow)
+      .def("new_window", &ProcessGroupArk::new_window, py::arg("tensor") = py::none(),
+           py::call_guard<py::gil_scoped_release>())
       .def("_register_memory", &ProcessGroupArk::register_memory, py::call_guard<py::gil_scoped_release>())
       .def("_deregister_memory", &ProcessGroupArk::deregister_memory, py::call_guard<py::gil_scoped_release>())
       .def("_register_pool", &ProcessGroupArk::register_pool, py::call_guard<py::gil_scoped_release>())
@@ -415,5 +459,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("_default_dispatch", [] { return from_rules(ark::DispatchTable::defaults()); });
   m.def("_reduce_isa", [] { return std::string(ark::reduce_isa()); });
   bind_jit(m);
+  bind_windows(m);
   ark::bind_plan(m);
 }

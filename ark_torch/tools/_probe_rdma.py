@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import resource
 
+import torch
+
 from ark_torch import _C, env
 from ark_torch.distributed.group import rdma_options
 
@@ -15,6 +17,20 @@ from ark_torch.distributed.group import rdma_options
 def locked_memory() -> str:
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return "unlimited" if limit == resource.RLIM_INFINITY else f"{limit >> 10} KiB"
+
+
+def gpu_lines(options: _C.RdmaOptions) -> list[str]:
+    """Which NICs reach the memory of which GPU; empty without a CUDA device."""
+    if not torch.cuda.is_available():
+        return []
+    lines = []
+    for gpu in range(torch.cuda.device_count()):
+        for nic, why in _C._rdma_gpu_paths(options, gpu):
+            reached = (
+                f"not reached, so it goes through the host's memory: {why}" if why else "reached directly, by dma-buf"
+            )
+            lines.append(f"memory of cuda:{gpu} from {nic}: {reached}")
+    return lines
 
 
 def rows() -> list[dict[str, str]]:
@@ -34,6 +50,7 @@ def rows() -> list[dict[str, str]]:
         f"a silent peer counts as lost after {budget} or up to four times that; ulimit -l: {locked_memory()}",
     ]
     lines += [f"{port}: {trouble or 'usable'}" for port, trouble in ports]
+    lines += gpu_lines(options)
     advice = ""
     if locked_memory() != "unlimited":
         advice = "memory that the NIC uses is locked: `ulimit -l unlimited` before the job (docs/rdma.md)"

@@ -183,7 +183,7 @@ def messages(job: Job) -> dict[Pair, tuple[list[Operation], list[Operation]]]:
     for dump in job.dumps.values():
         for operation in dump.operations:
             peer = dump.groups[operation.group].to_global(operation.peer)
-            if operation.is_p2p and peer is not None:
+            if operation.is_p2p and operation.operation in ("send", "recv") and peer is not None:
                 sending = operation.operation == "send"
                 source, target = (dump.rank, peer) if sending else (peer, dump.rank)
                 sides = pairs.setdefault((operation.group, source, target, operation.tag), ([], []))

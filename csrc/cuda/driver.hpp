@@ -67,6 +67,8 @@
     (CUmemGenericAllocationHandle* handle, void* shareable, CUmemAllocationHandleType type))                           \
   X(mem_get_allocation_granularity, cuMemGetAllocationGranularity,                                                     \
     (size_t* bytes, const CUmemAllocationProp* prop, CUmemAllocationGranularity_flags which))                          \
+  X(mem_get_handle_for_address_range, cuMemGetHandleForAddressRange,                                                   \
+    (void* handle, CUdeviceptr pointer, size_t bytes, CUmemRangeHandleType type, unsigned long long flags))            \
   X(mem_retain_allocation_handle, cuMemRetainAllocationHandle, (CUmemGenericAllocationHandle* handle, void* address))  \
   X(memcpy_async, cuMemcpyAsync, (CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream))                    \
   X(memset_d8_async, cuMemsetD8Async, (CUdeviceptr to, unsigned char value, size_t count, CUstream stream))            \

@@ -50,6 +50,8 @@ GroupCore::~GroupCore() {
     new std::shared_ptr<Executor>(std::move(executor));
     (void)communicator.release();
     (void)carrier.release();
+    new std::vector(std::move(windows_));
+    new std::shared_ptr<rdma::Messages>(std::move(rdma));
     new std::shared_ptr<CudaGroup>(std::move(cuda_));
     return;
   }
@@ -328,6 +330,18 @@ void GroupCore::shutdown(std::chrono::milliseconds patience, std::chrono::millis
   executor->stop();
   if (communicator) communicator->close();
   if (carrier) carrier->shutdown();
+  const std::lock_guard lock(windows_mutex_);
+  windows_.clear();
+}
+
+void GroupCore::keep(std::shared_ptr<RmaWindow> window) {
+  const std::lock_guard lock(windows_mutex_);
+  windows_.push_back(std::move(window));
+}
+
+void GroupCore::forget(const std::shared_ptr<RmaWindow>& window) {
+  const std::lock_guard lock(windows_mutex_);
+  std::erase(windows_, window);
 }
 
 void GroupCore::shutdown_in_background(std::shared_ptr<GroupCore> core, std::chrono::milliseconds patience,

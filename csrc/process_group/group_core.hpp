@@ -14,6 +14,8 @@
 #include <string>
 
 #include "collectives/cpu/shm_communicator.hpp"
+#include "collectives/node_plan.hpp"
+#include "collectives/rma/rma_window.hpp"
 #include "health/flight/flight_record.hpp"
 #include "process_group/executor.hpp"
 #include "process_group/timeout_extension.hpp"
@@ -59,6 +61,12 @@ class GroupCore : public std::enable_shared_from_this<GroupCore> {
   void remove_abort_hook(int64_t id);
   void run_abort_hooks();
 
+  // Of the ranks that this one shares memory with.
+  GroupHealth& health() { return shm ? shm->health() : *node_health; }
+  // A window whose tensor is registered: peers may write to it as long as the group lives, or until it is closed.
+  void keep(std::shared_ptr<RmaWindow> window);
+  void forget(const std::shared_ptr<RmaWindow>& window);
+
   void abort(const std::string& why);
   // Waits for issued operations (bounded, with a separate limit for the device), says goodbye to peers and stops the
   // threads. Idempotent.
@@ -76,6 +84,11 @@ class GroupCore : public std::enable_shared_from_this<GroupCore> {
   std::unique_ptr<Communicator> communicator;
   ShmCommunicator* shm = nullptr;             // the communicator, if it uses shared memory
   c10::intrusive_ptr<c10d::Backend> carrier;  // carries the group otherwise
+  // For a group over several nodes: the place of its ranks, the health of this node, and RDMA or why it is not used.
+  std::optional<NodePlan> plan;
+  GroupHealth* node_health = nullptr;
+  std::shared_ptr<rdma::Messages> rdma;
+  std::string no_rdma;
   std::shared_ptr<Executor> executor = std::make_shared<Executor>();
   std::atomic<uint64_t> sequence{0};  // number of collectives issued
   std::atomic<uint64_t> p2p_sequence{0};
@@ -94,6 +107,9 @@ class GroupCore : public std::enable_shared_from_this<GroupCore> {
   std::mutex cuda_mutex_;
   std::optional<Error> device_failure_;  // guarded by cuda_mutex_
   std::shared_ptr<CudaGroup> cuda_;  // declared after the communicator, whose health it uses, so it is destroyed first
+
+  std::mutex windows_mutex_;
+  std::vector<std::shared_ptr<RmaWindow>> windows_;  // under windows_mutex_
 
   std::mutex hooks_mutex_;
   std::condition_variable hooks_changed_;

@@ -182,11 +182,17 @@ void ProcessGroupArk::join_nodes(StoreAdapter& store, const ConnectResult& resul
                              "See whether the ranks reach each other (GLOO_SOCKET_IFNAME names the interface) and "
                              "this process's limits (ulimit -a)."});
   }
+  if (rdma.carrier) core_->rdma = rdma.carrier->messages();
+  core_->no_rdma = rdma.carrier ? "" : rdma.reason;
+  core_->plan = plan;
   // News of failures always uses Gloo: its connections end with the process, a NIC's only after a retry budget.
   const auto gloo = std::make_shared<BackendCarrier>(core_->carrier);
-  core_->communicator = std::make_unique<CarriedCommunicator>(rank_, size_, rdma.carrier ? rdma.carrier : gloo, gloo,
-                                                              std::move(beats), std::move(plan), std::move(node),
-                                                              shm_options_of(*options_), options_->flat_order);
+  const std::shared_ptr<Carrier> between = rdma.carrier ? std::shared_ptr<Carrier>(rdma.carrier) : gloo;
+  auto communicator =
+      std::make_unique<CarriedCommunicator>(rank_, size_, between, gloo, std::move(beats), std::move(plan),
+                                            std::move(node), shm_options_of(*options_), options_->flat_order);
+  core_->node_health = &communicator->node_health();
+  core_->communicator = std::move(communicator);
 }
 
 uint64_t ProcessGroupArk::messages_between_nodes() const {

@@ -30,6 +30,7 @@
 #include "process_group/comms_record.hpp"
 #include "process_group/cuda/cuda_streams.hpp"
 #include "process_group/group_core.hpp"
+#include "process_group/rma/window_interface.hpp"
 #include "process_group/tensors.hpp"
 #include "process_group/torch_version.hpp"
 #include "process_group/translate.hpp"
@@ -156,6 +157,7 @@ class ProcessGroupArk : public c10d::Backend {
 
   // For example "2 nodes (2 + 2 ranks), 2 rails, gloo between them"; empty if all ranks share memory.
   const std::string& plan() const { return plan_; }
+  std::string rdma_trouble() const { return core_->rdma ? core_->rdma->trouble() : ""; }
   uint64_t messages_between_nodes() const;  // sent by this rank in collectives
   bool shares_memory() const { return core_->shm != nullptr; }
   // What moves CUDA tensors: "ark", a carrier's name, or "" before the first such operation.
@@ -175,6 +177,16 @@ class ProcessGroupArk : public c10d::Backend {
   using Segments = std::vector<std::pair<uintptr_t, uint64_t>>;
   bool register_pool(const PoolId& pool, c10::Device device, const Segments& segments);
   void deregister_pool(const PoolId& pool);
+
+  // One-sided windows on CPU tensors (rma/windows.cpp), PyTorch's interface since 2.14. Both calls are collective.
+  bool supportsWindow() const ARK_OVERRIDE_SINCE_2_14;
+  c10::intrusive_ptr<BaseWindow> new_window(const std::optional<at::Tensor>& tensor = std::nullopt)
+      ARK_OVERRIDE_SINCE_2_14;
+  // For WindowArk. `offer` returns this rank's memory, or throws what its tensor lacks.
+  std::shared_ptr<RmaWindow> open_window(const std::function<RmaWindow::Memory()>& offer);
+  void close_window(const std::shared_ptr<RmaWindow>& window);
+  bool shares_windows() const;  // true if other ranks must be able to map this rank's tensor
+  const std::shared_ptr<GroupCore>& core() const { return core_; }
 
   // Launches a compiled region with collectives of this group on the current stream, numbered, recorded and ordered as
   // one operation of the group. Returns false, and does nothing, if ark does not carry CUDA tensors of this group.
@@ -286,6 +298,10 @@ class ProcessGroupArk : public c10d::Backend {
   std::optional<Error> registration_failure_;
   bool told_of_registration_ = false;
   std::atomic<bool> told_of_engines_{false};
+  std::mutex windowing_;  // one window is opened or closed at a time; what follows
+  std::shared_ptr<MemoryMeeting> window_meeting_;
+  std::optional<Error> window_failure_;
+  uint32_t windows_ = 0;
   struct RegisteredPool {
     std::set<char*> known;
     std::vector<uint32_t> ids;

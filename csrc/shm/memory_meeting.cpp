@@ -198,13 +198,13 @@ void MemoryMeeting::pause(int peer) {
   // A peer that finished this step may have ended its meeting since, so check its stage again.
   if (hood_.connections[peer] && has_ended(hood_.connections[peer].get()) &&
       protocol::load_acquire(page(peer).stage) < stage_)
-    throw Error(ErrorKind::peer_lost, "rank " + std::to_string(peer) + " ended while it shared its GPU memory", blame);
+    throw Error(ErrorKind::peer_lost, "rank " + std::to_string(peer) + " ended while it shared its memory", blame);
   if (Clock::now() > deadline_) {
-    throw Error(ErrorKind::timeout,
-                "rank " + std::to_string(peer) + " did not share its GPU memory within " +
-                    std::to_string(options_.timeout.count()) + " ms",
-                ErrorContext{options_.rank, peer, "", 0,
-                             "Look at that rank's output; every rank must make the same calls on CUDA tensors."});
+    throw Error(
+        ErrorKind::timeout,
+        "rank " + std::to_string(peer) + " did not share its memory within " +
+            std::to_string(options_.timeout.count()) + " ms",
+        ErrorContext{options_.rank, peer, "", 0, "Look at that rank's output; every rank must make the same calls."});
   }
   std::this_thread::sleep_for(std::chrono::microseconds(200));
 }
@@ -224,7 +224,7 @@ UniqueFd MemoryMeeting::take(int peer) {
       const auto status = receiver.receive(hood_.connections[peer].get());
       if (status == MessageReceiver::Status::complete) break;
       if (status != MessageReceiver::Status::incomplete) {
-        throw Error(ErrorKind::peer_lost, "rank " + std::to_string(peer) + " ended while it shared its GPU memory",
+        throw Error(ErrorKind::peer_lost, "rank " + std::to_string(peer) + " ended while it shared its memory",
                     ErrorContext{options_.rank, peer, "", 0, "Look at that rank's output."});
       }
       if (protocol::load_acquire(page(peer).stage) >= stage_ && slot(peer, stage_).failed != 0)

@@ -17,6 +17,7 @@ import pytest
 import test_carried as carried
 import torch
 import torch.distributed as dist
+from support import pretended
 from support.groups import ark_only, backend_of
 from support.launcher import Job, run_ranks
 from support.pretended import verbs
@@ -280,6 +281,37 @@ def test_mixed_mtus_take_the_least(env: Env, control: verbs.Control) -> None:
     assert "MTU 1024 (the least: rank 1; rank 0 has 4096)" in said, said
 
 
+def _striped(rank: Rank) -> tuple[str, list[str]]:
+    said = _sizes(rank, TWO, (4, 2_000_001))[1]
+    rank.report("running")
+    rank.wait_for("go")
+    for _ in range(3):
+        x = torch.ones(2_000_001)
+        dist.all_reduce(x)
+        assert x.unique().tolist() == [4.0]
+    return backend_of(dist.group.WORLD).rdma_trouble, said
+
+
+@pytest.mark.parametrize("fault", ["none", "link", "port"])
+def test_two_nics_a_rank(env: Env, control: verbs.Control, fault: str) -> None:
+    """Large collectives along both; one whose link goes, or that is down from the start, is left out and named."""
+    control.set(port_down_1=int(fault == "port"))
+    with Job(_striped, 4, env=env | {"ARK_RDMA_DEVICE": "all"}) as job:
+        job.wait_all("running", timeout=60)
+        control.set(link_down_1=int(fault == "link"))
+        for r in range(4):
+            job.go(r, "go")
+        values = job.values(60)
+    said = "\n".join(values[0][1])
+    if fault == "port":
+        assert "left out here: no RDMA device can be used: pretend1: its port 1 is down" in said, said
+    else:
+        assert "RoCE, MTU 4096, 2 rails; here pretend0 port 1" in said and " and pretend1 port 1" in said, said
+    for rank, (trouble, _) in enumerate(values):
+        words = f"pretend1 is not used with rank {(rank + 2) % 4}: " if fault == "link" else ""
+        assert (words in trouble) if words else trouble == "", trouble
+
+
 def _falls_back(rank: Rank) -> tuple[str, list[str]]:
     if rank.rank == 1:
         os.environ["ARK_RDMA_DEVICE"] = "nothing"
@@ -351,3 +383,24 @@ def test_doctor_tells_the_device_or_why_there_is_none(env: Env, control: verbs.C
     control.set(port_down=1)
     assert "its port 1 is down" in told() and "warn" in told(), "it is asked for"
     assert told(ARK_RDMA_LIBRARY=__file__, ARK_NET="auto").startswith("info none, so Gloo carries groups")
+
+
+def _doctor_of_gpus(rank: Rank) -> list[str]:
+    from ark_torch.tools import _probe_rdma
+
+    pretended.enter()
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: 2
+    pretended.driver.pretend_dma_buf(1, 100)
+    found = [_probe_rdma.rows()[0]["found"]]
+    pretended.driver.pretend_dma_buf(1, 0)
+    return [*found, _probe_rdma.rows()[0]["found"]]
+
+
+def test_doctor_tells_which_nics_reach_gpu_memory(pretended_gpu: dict[str, str | None], env: Env) -> None:
+    both = env | pretended_gpu | {"ARK_RDMA_DEVICE": "all"}
+    reached, not_reached = run_ranks(_doctor_of_gpus, 1, env=both)[0]
+    for gpu in range(2):
+        for nic in ("pretend0", "pretend1"):
+            assert f"memory of cuda:{gpu} from {nic}: reached directly, by dma-buf" in reached, reached
+    assert "memory of cuda:0 from pretend0: not reached, so it goes through the host's memory: kernels" in not_reached

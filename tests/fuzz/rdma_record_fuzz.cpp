@@ -38,6 +38,7 @@ std::vector<std::vector<uint8_t>> fuzz_seeds() {
   usable.size = unable.size = 2;
   usable.usable = true;
   usable.mtu = 4096;
+  usable.rails = 2;
   usable.device = "mlx5_0";
   unable.reason = "no libibverbs";
   return {endpoint.encode(), usable.encode(), unable.encode()};

@@ -120,7 +120,7 @@ BAD = [
     ("ARK_FLIGHT_DUMP", "/no/such/folder/flight-", "its folder must exist"),
     ("ARK_NODE", "-1", "auto, or a whole number from 0 to 1000000"),
     ("ARK_NET", "ethernet", "auto, rdma or gloo"),
-    ("ARK_RDMA_DEVICE", "../mlx5_0", "a name of letters, digits, _ and -"),
+    ("ARK_RDMA_DEVICE", "../mlx5_0", "names of letters, digits, _ and -, with commas between"),
     ("ARK_RDMA_PORT", "0", "from 1 to 255"),
     ("ARK_RDMA_GID_INDEX", "256", "from 0 to 255"),
     ("ARK_RDMA_MTU", "1500", "auto, 256, 512, 1024, 2048 or 4096"),

@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstring>
 #include <fstream>
+#include <sstream>
 
 namespace ark::rdma {
 
@@ -140,6 +141,27 @@ PortInfo look(const Verbs& verbs, ibv_context* context, const std::string& devic
   return port;
 }
 
+// Splits "a,b". Empty for any device.
+std::vector<std::string> names_in(const std::string& list) {
+  std::vector<std::string> names;
+  std::istringstream text(list == "all" ? "" : list);
+  for (std::string name; std::getline(text, name, ',');) names.push_back(name);
+  return names;
+}
+
+Error no_device() {
+  return Error(ErrorKind::system, "libibverbs finds no RDMA device",
+               ErrorContext{-1, -1, "init", 0,
+                            "See `rdma link` and whether the NIC's driver and rdma-core's provider are installed "
+                            "(Debian: ibverbs-providers)."});
+}
+
+Error unknown_device(const std::string& name, const std::string& there) {
+  return Error(ErrorKind::invalid_argument,
+               "there is no RDMA device \"" + name + "\" (ARK_RDMA_DEVICE); there are " + there,
+               ErrorContext{-1, -1, "init", 0, "Name one of these, or unset ARK_RDMA_DEVICE."});
+}
+
 // Calls visit(context, limits, ports) for each device. A visit that returns true keeps the context and ends the loop.
 template <class Visit>
 void visit_devices(const Verbs& verbs, const Options& options, std::string& names, Visit&& visit) {
@@ -148,10 +170,11 @@ void visit_devices(const Verbs& verbs, const Options& options, std::string& name
   if (!list)
     throw Error(ErrorKind::system, std::string("the list of RDMA devices cannot be read: ") + std::strerror(errno),
                 ErrorContext{-1, -1, "init", 0, "See whether the kernel's module ib_uverbs is loaded."});
+  const std::vector<std::string> wanted = names_in(options.device);
   for (int i = 0; i < count; ++i) {
     const std::string name = verbs.get_device_name(list[i]);
     names += (names.empty() ? "" : ", ") + name;
-    if (!options.device.empty() && options.device != name) continue;
+    if (!wanted.empty() && std::find(wanted.begin(), wanted.end(), name) == wanted.end()) continue;
     ibv_context* context = verbs.open_device(list[i]);
     ibv_device_attr limits{};
     std::vector<PortInfo> ports;
@@ -190,6 +213,27 @@ std::string text_of(const ibv_gid& gid) {
   return text;
 }
 
+std::vector<std::string> wanted_devices(const Verbs& verbs, const Options& options) {
+  int count = 0;
+  ibv_device** list = verbs.get_device_list(&count);
+  std::vector<std::string> all;
+  std::string there;
+  for (int i = 0; list && i < count; ++i) {
+    all.push_back(verbs.get_device_name(list[i]));
+    there += (i > 0 ? ", " : "") + all.back();
+  }
+  if (list) verbs.free_device_list(list);
+  if (all.empty()) throw no_device();
+  std::vector<std::string> wanted = names_in(options.device);
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    if (std::find(all.begin(), all.end(), wanted[i]) == all.end()) throw unknown_device(wanted[i], there);
+    if (std::find(wanted.begin(), wanted.begin() + i, wanted[i]) != wanted.begin() + i)
+      throw Error(ErrorKind::invalid_argument, "RDMA device \"" + wanted[i] + "\" is named twice (ARK_RDMA_DEVICE)",
+                  ErrorContext{-1, -1, "init", 0, "Name each device once."});
+  }
+  return wanted.empty() ? all : wanted;
+}
+
 std::vector<PortInfo> ports_of(const Verbs& verbs, const Options& options) {
   std::vector<PortInfo> all;
   std::string names;
@@ -218,15 +262,8 @@ std::shared_ptr<Device> Device::open(std::shared_ptr<const Verbs> verbs, const O
                 });
   const bool asked = !options.device.empty();
   if (!device->context_) {
-    if (names.empty())
-      throw Error(ErrorKind::system, "libibverbs finds no RDMA device",
-                  ErrorContext{-1, -1, "init", 0,
-                               "See `rdma link` and whether the NIC's driver and rdma-core's provider are installed "
-                               "(Debian: ibverbs-providers)."});
-    if (trouble.empty())
-      throw Error(ErrorKind::invalid_argument,
-                  "there is no RDMA device \"" + options.device + "\" (ARK_RDMA_DEVICE); there are " + names,
-                  ErrorContext{-1, -1, "init", 0, "Name one of these, or unset ARK_RDMA_DEVICE."});
+    if (names.empty()) throw no_device();
+    if (trouble.empty()) throw unknown_device(options.device, names);
     throw Error(asked || options.gid_index >= 0 || options.port > 0 ? ErrorKind::invalid_argument : ErrorKind::system,
                 "no RDMA device can be used: " + trouble,
                 ErrorContext{-1, -1, "init", 0, "`ibv_devinfo -v` shows all ports and GIDs."});

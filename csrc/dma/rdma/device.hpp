@@ -34,6 +34,10 @@ struct PortInfo {
 // Lists all ports of all devices with the GID that open() would use. Keeps no device open.
 std::vector<PortInfo> ports_of(const Verbs& verbs, const Options& options);
 
+// Lists the devices that options.device names ("a,b"; "all" names all devices). Throws Error(invalid_argument) for a
+// name that no device has, and Error(system) if there is no device.
+std::vector<std::string> wanted_devices(const Verbs& verbs, const Options& options);
+
 // For example "10.77.0.1" or "fe80:0:...".
 std::string text_of(const ibv_gid& gid);
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "dma/rdma/options.hpp"
 #include "shm/handle.hpp"
 #include "shm/wire.hpp"
 
@@ -13,7 +14,7 @@ namespace {
 
 constexpr uint32_t kOfferMagic = 0x4f'4b'52'41;     // "ARKO" in memory
 constexpr uint32_t kEndpointMagic = 0x45'4b'52'41;  // "ARKE"
-constexpr uint32_t kVersion = 1;                    // of both records and of the protocol on the connection
+constexpr uint32_t kVersion = 2;                    // of both records and of the protocol on the connection
 constexpr char kOffer[] = "RDMA offer", kEndpoint[] = "RDMA handle record";
 constexpr uint32_t kMost24 = (1u << 24) - 1;
 constexpr uint32_t kMostSlots = 1 << 10, kMostSlotBytes = 1 << 20;
@@ -39,6 +40,7 @@ std::vector<uint8_t> Offer::encode() const {
   out.number(static_cast<uint32_t>(wish));
   out.number(static_cast<uint32_t>(usable));
   out.number(static_cast<uint32_t>(ethernet));
+  out.number(rails);
   out.number(mtu);
   out.number(mtu_asked);
   out.text(device, kMaxDeviceBytes);
@@ -54,6 +56,7 @@ Offer Offer::decode(std::span<const uint8_t> bytes) {
   offer.rank = in.number<uint32_t>();
   offer.size = in.number<uint32_t>();
   const uint32_t wish = in.number<uint32_t>(), usable = in.number<uint32_t>(), ethernet = in.number<uint32_t>();
+  offer.rails = in.number<uint32_t>();
   offer.mtu = in.number<uint32_t>();
   offer.mtu_asked = in.number<uint32_t>();
   offer.device = in.text("device", kMaxDeviceBytes);
@@ -68,6 +71,8 @@ Offer Offer::decode(std::span<const uint8_t> bytes) {
   offer.ethernet = ethernet == 1;
   if (offer.usable ? !is_mtu(offer.mtu) : offer.mtu != 0)
     wire::reject(kOffer, "MTU is " + std::to_string(offer.mtu) + " bytes");
+  if (offer.usable ? offer.rails == 0 || offer.rails > kMostRails : offer.rails != 0)
+    wire::reject(kOffer, std::to_string(offer.rails) + " rails");
   if (offer.mtu_asked != 0 && !is_mtu(offer.mtu_asked))
     wire::reject(kOffer, "asks for an MTU of " + std::to_string(offer.mtu_asked) + " bytes");
   if (offer.usable != !offer.device.empty() || offer.usable == !offer.reason.empty())
@@ -139,6 +144,15 @@ Decision decide(const std::vector<Offer>& offers, int rank) {
                        " has " + std::to_string(offer.mtu) + ")";
     break;
   }
+  const auto fewest =
+      std::min_element(offers.begin(), offers.end(), [](const Offer& a, const Offer& b) { return a.rails < b.rails; });
+  const auto most =
+      std::max_element(offers.begin(), offers.end(), [](const Offer& a, const Offer& b) { return a.rails < b.rails; });
+  decision.rails = static_cast<int>(fewest->rails);
+  if (most->rails > 1) decision.reason += ", " + std::to_string(fewest->rails) + " rails";
+  if (most->rails > fewest->rails)
+    decision.reason += " (the least: rank " + std::to_string(fewest->rank) + "; rank " + std::to_string(most->rank) +
+                       " has " + std::to_string(most->rails) + ")";
   return decision;
 }
 

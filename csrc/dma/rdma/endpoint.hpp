@@ -25,9 +25,10 @@ struct Offer {
   Wish wish = Wish::automatic;
   bool usable = false;
   bool ethernet = false;   // RoCE; false: InfiniBand
-  uint32_t mtu = 0;        // of the port, in bytes
+  uint32_t rails = 0;      // devices that the rank can use at once; 0 unless usable
+  uint32_t mtu = 0;        // of the port, in bytes; the smallest of several
   uint32_t mtu_asked = 0;  // requested MTU; 0: any
-  std::string device;      // empty unless usable
+  std::string device;      // the first device; empty unless usable
   std::string reason;      // why RDMA is not usable
 
   std::vector<uint8_t> encode() const;
@@ -40,6 +41,7 @@ struct Offer {
 struct Decision {
   bool rdma = false;
   int mtu = 0;         // in bytes, if rdma
+  int rails = 1;       // devices that every rank uses
   std::string reason;  // for people: why RDMA is used or not
 };
 // Throws Error(invalid_argument) if a rank requires RDMA and it cannot be used.

@@ -7,6 +7,7 @@
 #include <sys/eventfd.h>
 
 #include <cerrno>
+#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -51,6 +52,29 @@ std::shared_ptr<Engine> Engine::of(const Options& options) {
   auto engine = std::make_shared<Engine>(Device::open(std::move(verbs), options));
   engines.emplace_back(options, engine);
   return engine;
+}
+
+std::vector<std::shared_ptr<Engine>> Engine::rails_of(const Options& options, std::string& left_out) {
+  if (options.device != "all" && options.device.find(',') == std::string::npos) return {of(options)};
+  std::string why_not;
+  const auto verbs = Verbs::load(options.library, why_not);
+  if (!verbs) throw Error(ErrorKind::system, why_not, ErrorContext{-1, -1, "init", 0, ""});
+  std::vector<std::shared_ptr<Engine>> rails;
+  std::optional<Error> first;
+  for (const std::string& name : wanted_devices(*verbs, options)) {
+    Options one = options;
+    one.device = name;
+    try {
+      if (rails.size() == kMostRails)
+        throw Error(ErrorKind::system, name + ": a rank uses " + std::to_string(kMostRails) + " devices at most");
+      rails.push_back(of(one));
+    } catch (const Error& error) {
+      left_out += (left_out.empty() ? "" : "; ") + error.message();
+      if (!first) first = error;
+    }
+  }
+  if (rails.empty()) throw *first;
+  return rails;
 }
 
 ibv_cq* Engine::begin_queue(int entries, Sink& sink) {

@@ -11,6 +11,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "dma/rdma/device.hpp"
 #include "dma/rdma/registration.hpp"
@@ -36,6 +37,9 @@ class Engine {
   // Returns the process's engine for these options and opens it if needed. Throws as Device::open does, or if
   // libibverbs is missing.
   static std::shared_ptr<Engine> of(const Options& options);
+  // One for each device that options.device names, in that order; by default one. Those that cannot be used are left
+  // out, and left_out says why; none is an error, as is a name that no device has.
+  static std::vector<std::shared_ptr<Engine>> rails_of(const Options& options, std::string& left_out);
 
   const std::shared_ptr<Device>& device() const { return device_; }
   const Verbs& verbs() const { return device_->verbs(); }

@@ -23,15 +23,23 @@ bool erase_from(Queue& queue, const Value& value) {
 }  // namespace
 
 bool Message::wait_until(Clock::time_point deadline) {
-  return of_->wait_until(*state_, deadline);
+  return of_->wait_until(*state_, deadline, true);
+}
+
+bool Message::wait_a_while(Clock::time_point until) {
+  return of_->wait_until(*state_, until, false);
+}
+
+bool Message::done() const {
+  return of_->done(*state_);
 }
 
 void Message::abort() {
   of_->give_up(state_);
 }
 
-Messages::Messages(std::shared_ptr<Engine> engine, std::unique_ptr<KeyValueStore> store, Setup setup)
-    : engine_(std::move(engine)), store_(std::move(store)), setup_(std::move(setup)) {}
+Messages::Messages(std::vector<std::shared_ptr<Engine>> rails, std::unique_ptr<KeyValueStore> store, Setup setup)
+    : engines_(std::move(rails)), store_(std::move(store)), setup_(std::move(setup)) {}
 
 Messages::~Messages() {
   close(std::chrono::milliseconds(0));
@@ -54,13 +62,18 @@ Messages::Peer& Messages::peer_of(int rank) {
   return peer;
 }
 
-Messages::State Messages::begin(bool sends, int peer, bool any, int32_t tag, void* data, size_t bytes) {
-  return State(new MessageState{.sends = sends, .peer = peer, .any = any, .tag = tag, .data = data, .bytes = bytes});
+Messages::State Messages::begin(bool sends, int peer, bool any, int32_t tag, void* data, size_t bytes, Where where) {
+  if (where == Where::gpu && bytes <= most_small())
+    throw error(ErrorKind::invalid_argument, peer,
+                "a message of " + std::to_string(bytes) + " bytes in GPU memory is too small to be written directly",
+                "Copy it to the host first.");
+  return State(new MessageState{
+      .sends = sends, .peer = peer, .any = any, .tag = tag, .data = data, .bytes = bytes, .where = where});
 }
 
-Messages::MessagePtr Messages::send(int rank, int32_t tag, const void* data, size_t bytes) {
+Messages::MessagePtr Messages::send(int rank, int32_t tag, const void* data, size_t bytes, Where where) {
   const std::lock_guard lock(mutex_);
-  const State message = begin(true, rank, false, tag, const_cast<void*>(data), bytes);
+  const State message = begin(true, rank, false, tag, const_cast<void*>(data), bytes, where);
   auto handle = std::make_unique<Message>(shared_from_this(), message);
   if (failure_) return fail(*message, *failure_), std::move(handle);
   Peer& peer = peer_of(rank);
@@ -74,7 +87,7 @@ Messages::MessagePtr Messages::send(int rank, int32_t tag, const void* data, siz
     const Place place{tag, message->index};
     peer.large_sends[place] = message;
     if (const auto found = peer.announced.find(place); found != peer.announced.end()) {
-      const Header target = found->second;
+      const Control target = found->second;
       peer.announced.erase(found);
       begin_large(peer, message, target);
     }
@@ -83,9 +96,9 @@ Messages::MessagePtr Messages::send(int rank, int32_t tag, const void* data, siz
   return handle;
 }
 
-Messages::MessagePtr Messages::receive(int rank, int32_t tag, void* data, size_t bytes) {
+Messages::MessagePtr Messages::receive(int rank, int32_t tag, void* data, size_t bytes, Where where) {
   const std::lock_guard lock(mutex_);
-  const State message = begin(false, rank, false, tag, data, bytes);
+  const State message = begin(false, rank, false, tag, data, bytes, where);
   auto handle = std::make_unique<Message>(shared_from_this(), message);
   if (failure_) return fail(*message, *failure_), std::move(handle);
   Peer& peer = peer_of(rank);
@@ -134,25 +147,30 @@ Messages::MessagePtr Messages::receive_any(int32_t tag, void* data, size_t bytes
 // Registers the memory on the receiving thread, so that a refused registration fails the receive itself.
 void Messages::announce(Peer& peer, const State& message) {
   try {
-    message->use = engine_->memory().hold(message->data, message->bytes);
+    message->held = hold(message->data, message->bytes, message->bytes >= setup_.least_striped, message->where);
   } catch (const Error& refused) {
     peer.receives.erase({message->tag, message->index});
     return fail(*message, refused.at(setup_.rank, "rdma receive"));
   }
-  peer.controls.push_back({Header::announcement, message->tag, message->index, message->bytes,
-                           reinterpret_cast<uint64_t>(message->data), message->use.remote_key(), 0});
+  const Keys keys = message->held.remote_keys();
+  Control control{{Header::announcement, message->tag, message->index, message->bytes,
+                   reinterpret_cast<uint64_t>(message->data), keys[0], 0}};
+  std::copy(keys.begin() + 1, keys.end(), control.words.begin());
+  peer.controls.push_back(control);
   pump(peer);
 }
 
 // Returns false if no slot is free yet; a later completion calls pump() again.
-bool Messages::put_slot(Peer& peer, const Header& header, const void* data) {
+bool Messages::put_slot(Peer& peer, const Control& control, const void* data) {
+  const Header& header = control.header;
   Channel& channel = *peer.channel;
   uint64_t& last_use = peer.slot_numbers[peer.slots_sent % peer.slot_numbers.size()];
   if (!channel.done(last_use)) return false;
   std::byte* slot = channel.outbox(peer.slots_sent);
   std::memcpy(slot, &header, sizeof header);
-  const size_t bytes = header.kind == Header::small ? header.bytes : 0;
-  if (bytes > 0) std::memcpy(slot + sizeof header, data, bytes);
+  const bool small = header.kind == Header::small;
+  const size_t bytes = small ? header.bytes : words_bytes();
+  if (bytes > 0) std::memcpy(slot + sizeof header, small ? data : control.words.data(), bytes);
   last_use =
       channel.put_with_signal(slot, channel.outbox_key(), sizeof header + bytes, channel.remote_slot(peer.slots_sent),
                               channel.remote_key(), static_cast<uint32_t>(sizeof header + bytes));
@@ -163,46 +181,47 @@ bool Messages::put_slot(Peer& peer, const Header& header, const void* data) {
 void Messages::pump(Peer& peer) {
   if (!peer.channel || peer.failure) return;
   while (!peer.controls.empty()) {
-    if (!put_slot(peer, peer.controls.front(), nullptr)) return;
+    if (!put_slot(peer, peer.controls.front())) return;
     peer.controls.pop_front();
   }
+  if (!pump_one_sided(peer)) return;
   while (!peer.small_sends.empty()) {
     MessageState& message = *peer.small_sends.front();
-    const Header header{Header::small, message.tag, message.index, message.bytes, 0, 0, 0};
-    if (!put_slot(peer, header, message.data)) return;
+    if (!put_slot(peer, {{Header::small, message.tag, message.index, message.bytes, 0, 0, 0}}, message.data)) return;
     finish(message);  // the data was copied into the slot
     peer.small_sends.pop_front();
   }
 }
 
 // Writes the bytes, then a message that they are there. A reliable connection keeps the order.
-void Messages::begin_large(Peer& peer, const State& message, const Header& target) {
+void Messages::begin_large(Peer& peer, const State& message, const Control& target) {
   const Place place{message->tag, message->index};
   peer.large_sends.erase(place);
-  if (target.bytes != message->bytes) {
+  if (target.header.bytes != message->bytes) {
     fail(*message, error(ErrorKind::mismatch, message->peer,
                          "this rank sends " + std::to_string(message->bytes) + " bytes to rank " +
-                             std::to_string(message->peer) + ", which expects " + std::to_string(target.bytes),
+                             std::to_string(message->peer) + ", which expects " + std::to_string(target.header.bytes),
                          "Give both ends the same size."));
     return;
   }
   try {
-    message->use = engine_->memory().hold(message->data, message->bytes);
+    message->held = hold(message->data, message->bytes, message->bytes >= setup_.least_striped, message->where);
   } catch (const Error& refused) {
     return fail(*message, refused.at(setup_.rank, "rdma send"));
   }
-  message->number =
-      peer.channel->put(message->data, message->use.local_key(), message->bytes, target.address, target.key);
-  message->stage = MessageState::Stage::moving;
-  peer.moving.push_back(message);
-  peer.controls.push_back({Header::written, message->tag, message->index, message->bytes, 0, 0, 0});
+  message->to = target.header.address;
+  message->keys[0] = target.header.key;
+  std::copy(target.words.begin(), target.words.end(), message->keys.begin() + 1);
+  begin_parts(peer, message);
+  peer.controls.push_back(with_counts(peer, {Header::written, message->tag, message->index, message->bytes, 0, 0, 0}));
   pump(peer);
 }
 
 // Returns true if a message that this rank has begun may need the peer's next slots.
 bool Messages::awaits(const Peer& peer) const {
   const auto waits = [](const auto& one) { return !one.second.empty(); };
-  return !peer.receives.empty() || !peer.large_sends.empty() || std::any_of(any_.begin(), any_.end(), waits);
+  return !peer.receives.empty() || !peer.large_sends.empty() || peer.signal_waits > 0 ||
+         std::any_of(any_.begin(), any_.end(), waits);
 }
 
 // Takes arrived slots while there is room for unexpected messages. all: the connection has ended, so at most its slots
@@ -241,8 +260,8 @@ bool Messages::take_slot(int rank, Peer& peer, uint32_t bytes) {
   Header header;
   if (bytes < sizeof header || bytes > setup_.shape.slot_bytes) return false;
   std::memcpy(&header, slot, sizeof header);
-  if (header.kind < Header::small || header.kind > Header::goodbye) return false;
-  if (bytes != sizeof header + (header.kind == Header::small ? header.bytes : 0)) return false;
+  if (header.kind < Header::small || header.kind > Header::rail_moved) return false;
+  if (bytes != sizeof header + (header.kind == Header::small ? header.bytes : words_bytes())) return false;
   deliver(rank, peer, header, slot + sizeof header);
   return true;
 }
@@ -269,22 +288,52 @@ void Messages::deliver(int rank, Peer& peer, const Header& header, const std::by
       return;
     }
     case Header::announcement: {
+      Control target{header};
+      std::memcpy(target.words.data(), data, words_bytes());
       if (const auto found = peer.large_sends.find(place); found != peer.large_sends.end()) {
         const State message = found->second;
-        return begin_large(peer, message, header);
+        return begin_large(peer, message, target);
       }
       // Ignore the announcement if the send was cancelled, or if it is small and will find the receive too large.
-      if (header.index >= peer.sent[header.tag] && may_keep(rank, peer)) peer.announced[place] = header;
+      if (header.index >= peer.sent[header.tag] && may_keep(rank, peer)) peer.announced[place] = target;
       return;
     }
-    case Header::written: {
-      if (receive == peer.receives.end() || receive->second->bytes != header.bytes) return;
-      const State message = receive->second;
-      peer.receives.erase(receive);
-      return finish(*message);
+    case Header::rail_down:
+    case Header::rail_moved: {
+      const auto rail = static_cast<size_t>(header.tag);
+      if (rail == 0 || rail > peer.rails.size()) return;
+      Rail& one = peer.rails[rail - 1];
+      if (header.kind == Header::rail_moved) {
+        one.peer_moved = true;
+        return land(rank, peer);
+      }
+      one.peer_down = true;
+      rail_failed(peer, header.tag, "rank " + std::to_string(rank) + " closed its end");
+      return move_rail(peer, header.tag);
     }
-    case Header::goodbye: return leave(rank, peer);
+    default: {  // what may have to wait for another rail
+      Control control{header};
+      std::memcpy(control.words.data(), data, words_bytes());
+      if (!peer.landing.empty() && !may_keep(rank, peer)) return;
+      peer.landing.push_back(control);
+      return land(rank, peer);
+    }
   }
+}
+
+// What the peer told behind bytes of its, now that they are here.
+void Messages::arrive(int rank, Peer& peer, const Header& header) {
+  if (header.kind == Header::goodbye) return leave(rank, peer);
+  if (header.kind == Header::signal) {
+    if (windows_.contains(header.tag)) ++peer.signals[header.tag];
+    something_.notify_all();
+    return;
+  }
+  const auto receive = peer.receives.find({header.tag, header.index});
+  if (receive == peer.receives.end() || receive->second->bytes != header.bytes) return;
+  const State message = receive->second;
+  peer.receives.erase(receive);
+  finish(*message);
 }
 
 void Messages::fill(MessageState& message, int rank, const std::byte* data, size_t bytes) {
@@ -301,21 +350,21 @@ void Messages::fill(MessageState& message, int rank, const std::byte* data, size
 
 void Messages::finish(MessageState& message) {
   message.stage = MessageState::Stage::done;
-  message.use.reset();
+  message.held.reset();
   something_.notify_all();
 }
 
 void Messages::fail(MessageState& message, const Error& error) {
   message.stage = MessageState::Stage::failed;
   message.error = error;
-  message.use.reset();
+  message.held.reset();
   something_.notify_all();
 }
 
 // Fails the channel first: after that the NIC neither writes nor reads the memory of its messages.
 void Messages::fail_peer(Peer& peer, const Error& why) {
   if (!peer.failure) peer.failure = why;
-  if (peer.channel) peer.channel->fail(*peer.failure);
+  for (const auto& channel : channels_of(peer)) channel->fail(*peer.failure);
   const auto end_all = [&](auto&& messages) {
     for (auto& one : messages) fail(*one, *peer.failure);
     messages.clear();
@@ -325,10 +374,12 @@ void Messages::fail_peer(Peer& peer, const Error& why) {
     messages.clear();
   };
   end_all(peer.small_sends);
+  end_all(peer.one_sided);
   end_all(peer.moving);
   end_map(peer.large_sends);
   end_map(peer.receives);
   peer.controls.clear();
+  peer.landing.clear();
   something_.notify_all();
 }
 
@@ -339,13 +390,17 @@ void Messages::leave(int rank, Peer& peer) {
                         "Let all ranks call the same collectives before they destroy the process group."));
 }
 
-void Messages::changed(int rank) {
+void Messages::changed(int rank, int rail) {
   const std::lock_guard lock(mutex_);
   Peer& peer = peers_[rank];
   if (!peer.channel) return;  // still connecting; connect_peers() calls this again
   const std::shared_ptr<Channel> channel = peer.channel;
-  take_slots(rank, peer);
-  while (!peer.moving.empty() && channel->done(peer.moving.front()->number)) {
+  if (rail > 0) {
+    take_rail(rank, peer, rail);
+  } else {
+    take_slots(rank, peer);
+  }
+  while (!peer.moving.empty() && all_parts_done(peer, *peer.moving.front())) {
     finish(*peer.moving.front());
     peer.moving.pop_front();
   }
@@ -359,7 +414,8 @@ void Messages::changed(int rank) {
 
 // Explains the timeout of a small send that still waits for a slot.
 void Messages::refuse_full(const MessageState& message) {
-  if (!message.sends || message.bytes > most_small() || !peers_[message.peer].channel) return;
+  const bool takes_a_slot = message.kind != MessageState::Kind::put && message.bytes <= most_small();
+  if (!message.sends || !takes_a_slot || !peers_[message.peer].channel) return;
   throw error(ErrorKind::timeout, message.peer,
               "rank " + std::to_string(message.peer) + " takes no more messages: its " +
                   std::to_string(setup_.shape.slots) + " slots are full, as when it has " +
@@ -368,14 +424,19 @@ void Messages::refuse_full(const MessageState& message) {
                   " is stopped, slow, or does not receive what is sent to it.");
 }
 
-bool Messages::wait_until(MessageState& message, Clock::time_point deadline) {
+bool Messages::done(const MessageState& message) const {
+  const std::lock_guard lock(mutex_);
+  return message.stage == MessageState::Stage::done || message.stage == MessageState::Stage::failed;
+}
+
+bool Messages::wait_until(MessageState& message, Clock::time_point deadline, bool tells_why) {
   using Stage = MessageState::Stage;
   std::unique_lock lock(mutex_);
   const auto ended = [&] { return message.stage == Stage::done || message.stage == Stage::failed; };
   while (!ended()) {
     const auto now = Clock::now();
     if (now >= deadline) {
-      refuse_full(message);
+      if (tells_why) refuse_full(message);
       return false;
     }
     if (something_.wait_until(lock, std::min(deadline, now + setup_.probe), ended)) break;
@@ -401,11 +462,13 @@ void Messages::give_up(const State& message) {
   bool at_work = message->stage == Stage::moving;
   if (message->sends) {
     erase_from(peer.small_sends, message);
+    erase_from(peer.one_sided, message);
     peer.large_sends.erase(place);
   } else {
     peer.receives.erase(place);
     // The peer may write to announced memory at any time, unless the announcement has not left yet.
-    const auto same = [&](const Header& one) {
+    const auto same = [&](const Control& waiting) {
+      const Header& one = waiting.header;
       return one.kind == Header::announcement && one.tag == message->tag && one.index == message->index;
     };
     const auto waiting = std::find_if(peer.controls.begin(), peer.controls.end(), same);
@@ -421,9 +484,10 @@ void Messages::give_up(const State& message) {
                         "a message between this rank and rank " + std::to_string(message->peer) +
                             " was given up while it was under way, and the connection with it",
                         "Destroy the process group on every rank (or restart the job) before going on."));
-  const auto channel = peer.channel;
+  const auto channels = channels_of(peer);
   lock.unlock();
-  channel->drain(Clock::now() + kForFlushes);
+  const auto deadline = Clock::now() + kForFlushes;
+  for (const auto& channel : channels) channel->drain(deadline);
 }
 
 }  // namespace ark::rdma

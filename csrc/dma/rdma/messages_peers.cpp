@@ -9,7 +9,8 @@ namespace {
 
 // Time for a goodbye to a peer that was sent nothing else: it may already be gone without notice.
 constexpr auto kForGoodbye = std::chrono::milliseconds(250);
-constexpr const char* kReady = "/ready";  // suffix of an endpoint's key
+constexpr const char* kReady = "/ready";      // suffix of an endpoint's key
+constexpr Channel::Shape kRailShape{64, 64};  // of all rails but the first, whose signals carry no messages
 
 }  // namespace
 
@@ -37,14 +38,14 @@ void Messages::close(std::chrono::milliseconds patience) {
     for (auto& [rank, peer] : peers_) {
       if (!peer.channel || peer.failure) continue;
       (peer.slots_sent > 0 ? channels : quiet).push_back(peer.channel);
-      peer.controls.push_back({Header::goodbye, 0, 0, 0, 0, 0, 0});
+      peer.controls.push_back(with_counts(peer, {Header::goodbye, 0, 0, 0, 0, 0, 0}));
       pump(peer);
     }
     something_.wait_until(lock, deadline, [this] {
       return std::all_of(peers_.begin(), peers_.end(), [](const auto& one) {
         const Peer& peer = one.second;
         return !peer.channel || peer.failure ||
-               (peer.controls.empty() && peer.small_sends.empty() && peer.moving.empty());
+               (peer.controls.empty() && peer.small_sends.empty() && peer.one_sided.empty() && peer.moving.empty());
       });
     });
   }
@@ -59,8 +60,11 @@ void Messages::close(std::chrono::milliseconds patience) {
   abort(error(ErrorKind::closed, -1, "the process group was shut down", "Create it again."));
   {
     const std::lock_guard lock(mutex_);
-    for (auto& [rank, peer] : peers_)
-      if (peer.channel) channels.push_back(std::move(peer.channel));
+    for (auto& [rank, peer] : peers_) {
+      for (auto& channel : channels_of(peer)) channels.push_back(std::move(channel));
+      peer.channel.reset();
+      for (Rail& rail : peer.rails) rail.channel.reset();
+    }
   }
   // Channel destructors wait for the engine's thread, which may be waiting for mutex_, so it must be free here.
   channels.clear();
@@ -74,7 +78,7 @@ std::string Messages::key(int from, int to) const {
 void Messages::connect_peers() {
   struct Connecting {
     int rank;
-    std::shared_ptr<Channel> channel;
+    std::vector<std::shared_ptr<Channel>> channels;  // by rail
     Clock::time_point deadline;
     bool ready = false;  // this side can receive; the peer may not be able to yet
   };
@@ -100,10 +104,17 @@ void Messages::connect_peers() {
     for (const int rank : fresh) {
       pause = std::chrono::milliseconds(1);
       try {
-        auto channel = std::make_shared<Channel>(engine_, setup_.rank, rank, setup_.size, setup_.shape);
-        channel->on_change([this, rank] { changed(rank); });
-        store_->set(key(setup_.rank, rank), channel->endpoint().encode());
-        connecting.push_back({rank, std::move(channel), Clock::now() + setup_.timeout});
+        std::vector<std::shared_ptr<Channel>> channels;
+        std::vector<uint8_t> record;
+        for (int rail = 0; rail < rails(); ++rail) {
+          channels.push_back(std::make_shared<Channel>(engines_[rail], setup_.rank, rank, setup_.size,
+                                                       rail == 0 ? setup_.shape : kRailShape));
+          channels.back()->on_change([this, rank, rail] { changed(rank, rail); });
+          const auto endpoint = channels.back()->endpoint().encode();
+          record.insert(record.end(), endpoint.begin(), endpoint.end());
+        }
+        store_->set(key(setup_.rank, rank), record);
+        connecting.push_back({rank, std::move(channels), Clock::now() + setup_.timeout});
       } catch (const Error& why) {
         refuse(rank, why);
       }
@@ -122,21 +133,32 @@ void Messages::connect_peers() {
             const std::lock_guard relock(mutex_);
             Peer& peer = peers_[one.rank];
             peer.slot_numbers.assign(setup_.shape.slots, 0);
-            peer.channel = one.channel;
-            if (peer.failure) peer.channel->fail(*peer.failure);
+            peer.channel = one.channels[0];
+            peer.rails.resize(one.channels.size() - 1);
+            for (size_t rail = 1; rail < one.channels.size(); ++rail) peer.rails[rail - 1].channel = one.channels[rail];
+            if (peer.failure)
+              for (const auto& channel : one.channels) channel->fail(*peer.failure);
           }
-          changed(one.rank);
+          for (size_t rail = 1; rail < one.channels.size(); ++rail) one.channels[rail]->signal(0);
+          for (size_t rail = 0; rail < one.channels.size(); ++rail) changed(one.rank, static_cast<int>(rail));
           return true;
         }
-        Endpoint endpoint;
+        std::vector<Endpoint> endpoints;
         try {
-          endpoint = Endpoint::decode(*record);
+          const std::span<const uint8_t> all(*record);
+          if (all.size() != one.channels.size() * Endpoint::kEncodedBytes)
+            throw Error(ErrorKind::mismatch,
+                        "RDMA handle record rejected: " + std::to_string(all.size()) + " bytes where " +
+                            std::to_string(one.channels.size() * Endpoint::kEncodedBytes) + " belong");
+          for (size_t rail = 0; rail < one.channels.size(); ++rail)
+            endpoints.push_back(Endpoint::decode(all.subspan(rail * Endpoint::kEncodedBytes, Endpoint::kEncodedBytes)));
         } catch (const Error& malformed) {
           throw Error(malformed.kind(), "of rank " + std::to_string(one.rank) + ": " + malformed.message(),
                       ErrorContext{-1, -1, "", 0,
                                    "Run the same ark_torch on all ranks, and let nothing else write to the store."});
         }
-        one.channel->connect(endpoint, setup_.mtu);
+        for (size_t rail = 0; rail < one.channels.size(); ++rail)
+          one.channels[rail]->connect(endpoints[rail], setup_.mtu);
         // A NIC drops packets for a queue pair that cannot receive yet, which uses up the sender's retries. So tell the
         // peer.
         store_->set(key(setup_.rank, one.rank) + kReady, {1});
@@ -166,11 +188,11 @@ size_t Messages::kept(int rank) const {
   return found == peers_.end() ? 0 : found->second.kept();
 }
 
-std::optional<Channel::Counts> Messages::counts(int rank) const {
+std::optional<Channel::Counts> Messages::counts(int rank, int rail) const {
   const std::lock_guard lock(mutex_);
   const auto found = peers_.find(rank);
   if (found == peers_.end() || !found->second.channel) return std::nullopt;
-  return found->second.channel->counts();
+  return channels_of(found->second)[rail]->counts();
 }
 
 }  // namespace ark::rdma

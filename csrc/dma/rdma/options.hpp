@@ -5,9 +5,11 @@
 
 namespace ark::rdma {
 
+constexpr int kMostRails = 8;  // NICs of a rank
+
 struct Options {
   std::string library;    // path of libibverbs; empty: the system's
-  std::string device;     // device name; empty: the first with an active port
+  std::string device;     // device name; empty: the first with an active port; "a,b" or "all": several, one rail each
   int port = 0;           // 0: the first active port
   int gid_index = -1;     // -1: RoCE v2 with an IPv4 address, else the nearest match
   int mtu = 0;            // in bytes; 0: the smallest of all ranks' ports

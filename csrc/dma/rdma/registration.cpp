@@ -6,6 +6,8 @@
 
 #include <cerrno>
 
+#include "dma/rdma/gpu_memory.hpp"
+
 namespace ark::rdma {
 
 namespace {
@@ -39,27 +41,44 @@ void Registrations::Use::reset() {
   of_ = nullptr;
 }
 
-Registrations::Use Registrations::hold(const void* address, size_t bytes) {
-  const auto begin = reinterpret_cast<uintptr_t>(address);
-  const std::lock_guard lock(mutex_);
+// Null if no region covers the range. A region of GPU memory that was freed since is dropped, or left to its users.
+ibv_mr* Registrations::find(uintptr_t begin, size_t bytes, uint64_t buffer) {
   // Look back over a few regions that begin at or before the address. A longer search would cost more than a new
   // registration.
   auto found = by_address_.upper_bound(begin);
   for (int steps = 0; steps < 8 && found != by_address_.begin(); ++steps) {
     --found;
     ibv_mr* region = found->second;
-    if (begin - found->first + bytes > region->length) continue;
-    Region& state = regions_.at(region);
-    if (state.uses++ == 0) {
-      idle_.erase(state.idle);
-      idle_bytes_ -= region->length;
+    const Region& state = regions_.at(region);
+    if (state.buffer != buffer) {
+      if (state.uses > 0) continue;
+      ++found;
+      drop(region);
+      continue;
     }
-    ++reused_;
-    return {this, region};
+    if (begin - found->first + bytes <= region->length) return region;
   }
-  constexpr int access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
+  return nullptr;
+}
+
+Registrations::Use Registrations::take(ibv_mr* region) {
+  Region& state = regions_.at(region);
+  if (state.uses++ == 0) {
+    idle_.erase(state.idle);
+    idle_bytes_ -= region->length;
+  }
+  ++reused_;
+  return {this, region};
+}
+
+Registrations::Use Registrations::hold(const void* address, size_t bytes, Where where) {
+  const auto begin = reinterpret_cast<uintptr_t>(address);
+  const uint64_t buffer = where == Where::gpu ? gpu_buffer_of(address) : 0;
+  const std::lock_guard lock(mutex_);
+  if (ibv_mr* known = find(begin, bytes, buffer)) return take(known);
   const auto attempt = [&] {
-    return device_->verbs().reg_mr(device_->domain(), const_cast<void*>(address), bytes, access);
+    return where == Where::gpu ? register_gpu_memory(*device_, address, bytes)
+                               : device_->verbs().reg_mr(device_->domain(), const_cast<void*>(address), bytes, kAccess);
   };
   ibv_mr* region = attempt();
   while (!region && !idle_.empty()) {
@@ -68,7 +87,10 @@ Registrations::Use Registrations::hold(const void* address, size_t bytes) {
   }
   if (!region) throw refused(*device_, bytes, errno);
   ++registered_;
-  regions_[region].uses = 1;
+  Region& state = regions_[region];
+  state.begin = begin;
+  state.uses = 1;
+  state.buffer = buffer;
   by_address_.emplace(begin, region);
   return {this, region};
 }
@@ -82,17 +104,17 @@ void Registrations::release(ibv_mr* region) {
   while (idle_bytes_ > most_idle_bytes_) drop_oldest();
 }
 
-void Registrations::drop_oldest() {
-  ibv_mr* region = idle_.front();
-  idle_.pop_front();
+void Registrations::drop(ibv_mr* region) {
+  const auto state = regions_.find(region);
+  idle_.erase(state->second.idle);
   idle_bytes_ -= region->length;
-  const auto range = by_address_.equal_range(reinterpret_cast<uintptr_t>(region->addr));
+  const auto range = by_address_.equal_range(state->second.begin);
   for (auto one = range.first; one != range.second; ++one) {
     if (one->second != region) continue;
     by_address_.erase(one);
     break;
   }
-  regions_.erase(region);
+  regions_.erase(state);
   device_->verbs().dereg_mr(region);
 }
 

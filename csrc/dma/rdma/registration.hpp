@@ -16,6 +16,8 @@
 
 namespace ark::rdma {
 
+enum class Where : uint8_t { host, gpu };  // memory of the CPU, or of a CUDA device
+
 class Registrations {
  public:
   Registrations(std::shared_ptr<Device> device, size_t most_idle_bytes);
@@ -49,7 +51,8 @@ class Registrations {
   };
 
   // Throws Error(system), naming the limit in force, if the system refuses.
-  Use hold(const void* address, size_t bytes);
+  // GPU memory goes to the NIC as a dma-buf (gpu_memory.hpp says whether both sides can do so).
+  Use hold(const void* address, size_t bytes, Where where = Where::host);
 
   struct Counts {
     size_t held = 0, idle = 0, idle_bytes = 0;
@@ -59,11 +62,16 @@ class Registrations {
 
  private:
   struct Region {
+    uintptr_t begin = 0;  // ibv_mr::addr is an offset for a dma-buf
     size_t uses = 0;
+    uint64_t buffer = 0;                // GPU memory: the driver's id of the allocation, which is never used again
     std::list<ibv_mr*>::iterator idle;  // valid if uses is 0
   };
   void release(ibv_mr* region);
-  void drop_oldest();
+  void drop_oldest() { drop(idle_.front()); }
+  void drop(ibv_mr* region);  // an idle one
+  Use take(ibv_mr* region);
+  ibv_mr* find(uintptr_t begin, size_t bytes, uint64_t buffer);
 
   const std::shared_ptr<Device> device_;
   const size_t most_idle_bytes_;

@@ -44,6 +44,7 @@ std::shared_ptr<const Verbs> Verbs::load(const std::string& path, std::string& w
   find(verbs->ack_async_event, "ibv_ack_async_event");
   find(verbs->query_gid_ex, "_ibv_query_gid_ex", false);
   find(verbs->fork_init, "ibv_fork_init", false);
+  find(verbs->reg_dmabuf_mr, "ibv_reg_dmabuf_mr", false);
   if (!missing.empty()) {
     why_not = name + " has no " + missing + ": install rdma-core 28 or newer";
     return nullptr;

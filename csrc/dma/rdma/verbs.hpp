@@ -40,6 +40,7 @@ struct Verbs {
   int (*query_gid_ex)(ibv_context* context, uint32_t port, uint32_t index, ibv_gid_entry* entry, uint32_t flags,
                       size_t entry_bytes);
   int (*fork_init)();
+  ibv_mr* (*reg_dmabuf_mr)(ibv_pd* domain, uint64_t offset, size_t bytes, uint64_t address, int fd, int access);
 
   static int poll_cq(ibv_cq* queue, int count, ibv_wc* completions) {
     return queue->context->ops.poll_cq(queue, count, completions);

@@ -53,6 +53,7 @@ class CarriedCommunicator : public Communicator {
   void barrier(const Operation&) override;
   void abort(const Error&) override;
   void close() override;
+  GroupHealth& node_health() { return node_->health(); }
   uint64_t messages_sent() const { return sent_.load(std::memory_order_relaxed); }  // by this rank, in collectives
 
  private:

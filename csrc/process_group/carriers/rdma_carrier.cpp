@@ -2,6 +2,8 @@
 // exchange trial messages with the data peers, and gather the outcomes.
 #include "process_group/carriers/rdma_carrier.hpp"
 
+#include <algorithm>
+
 #include "shm/store_gather.hpp"
 
 namespace ark {
@@ -82,19 +84,31 @@ RdmaAgreement agree_on_rdma(const RdmaQuestion& question, KeyValueStore& store,
   offer.size = static_cast<uint32_t>(question.size);
   offer.wish = question.wish;
   offer.mtu_asked = static_cast<uint32_t>(question.options.mtu);
-  std::shared_ptr<rdma::Engine> engine;
+  std::vector<std::shared_ptr<rdma::Engine>> rails;
+  std::string left_out;
   if (question.wish == rdma::Wish::gloo) {
     offer.reason = "ARK_NET=gloo";
   } else {
     try {
-      engine = rdma::Engine::of(question.options);
-      const rdma::PortInfo& port = engine->device()->port();
-      offer.usable = true;
+      rails = rdma::Engine::rails_of(question.options, left_out);
+      const rdma::PortInfo& port = rails[0]->device()->port();
       offer.ethernet = port.ethernet;
       offer.mtu = static_cast<uint32_t>(port.mtu);
+      for (const auto& rail : rails) {
+        const rdma::PortInfo& other = rail->device()->port();
+        offer.mtu = std::min(offer.mtu, static_cast<uint32_t>(other.mtu));
+        if (other.ethernet != port.ethernet)
+          throw Error(ErrorKind::invalid_argument,
+                      port.device + " and " + other.device + " are RoCE and InfiniBand (ARK_RDMA_DEVICE)",
+                      ErrorContext{-1, -1, "init", 0, "Name devices of one kind."});
+      }
+      offer.rails = static_cast<uint32_t>(rails.size());
       offer.device = port.device;
+      offer.usable = true;
     } catch (const Error& error) {
       const std::string& remedy = error.context().remedy;
+      offer.ethernet = false;
+      offer.mtu = 0;
       offer.reason = printable(error.message() + (remedy.empty() ? "" : ". " + remedy));
     }
   }
@@ -125,8 +139,11 @@ RdmaAgreement agree_on_rdma(const RdmaQuestion& question, KeyValueStore& store,
   setup.mtu = decision.mtu;
   setup.prefix = prefix + "/endpoint";
   setup.timeout = question.timeout;
-  const std::string text = decision.reason + "; here " + engine->device()->text();
-  auto messages = std::make_shared<rdma::Messages>(std::move(engine), own_store(), std::move(setup));
+  std::string text = decision.reason + "; here ";
+  rails.resize(decision.rails);
+  for (const auto& rail : rails) text += (rail == rails[0] ? "" : " and ") + rail->device()->text();
+  if (!left_out.empty()) text += "; left out here: " + left_out;
+  auto messages = std::make_shared<rdma::Messages>(std::move(rails), own_store(), std::move(setup));
   const std::string trouble = printable(try_peers(*messages, question));
   // Never empty, because some stores reject empty values.
   const std::string told = (trouble.empty() ? "+" : "-") + trouble;

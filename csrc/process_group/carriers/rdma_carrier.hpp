@@ -22,14 +22,15 @@ class RdmaCarrier : public Carrier {
   MessagePtr receive(int peer, int tag, void* data, size_t bytes) override;
   MessagePtr receive_any(int tag, void* data, size_t bytes) override;
   void close(bool failed) override;
+  const std::shared_ptr<rdma::Messages>& messages() const { return messages_; }
 
  private:
   const std::shared_ptr<rdma::Messages> messages_;
 };
 
 struct RdmaAgreement {
-  std::shared_ptr<Carrier> carrier;  // null: RDMA is not used
-  std::string reason;                // for people: the network in use, or why not RDMA
+  std::shared_ptr<RdmaCarrier> carrier;  // null: RDMA is not used
+  std::string reason;                    // for people: the network in use, or why not RDMA
 };
 
 struct RdmaQuestion {

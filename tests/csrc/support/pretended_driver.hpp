@@ -35,3 +35,4 @@ extern "C" void pretend_lie(int how, int ways, int only);
 extern "C" void pretend_capture(uint64_t id);
 extern "C" void pretend_graph_end(uint64_t id);
 extern "C" void pretend_refuse_to_hold(int value);
+extern "C" void pretend_dma_buf(int supported, int writes);

@@ -27,7 +27,9 @@ std::atomic<int> maps_that_fail{0}, host_memory{1};
 struct Range {
   size_t bytes;
   int peers;
+  uint64_t buffer = 0;  // the allocation's id
 };
+uint64_t buffers = 0;
 std::map<CUdeviceptr, Range> ranges;
 std::map<CUmemGenericAllocationHandle, bool> imported;
 int peers_mapped = 0;
@@ -50,7 +52,7 @@ void pinned(void* host, size_t bytes) {
   if (bytes == 0) {
     ranges.erase(reinterpret_cast<CUdeviceptr>(host));
   } else {
-    ranges[reinterpret_cast<CUdeviceptr>(host)] = {bytes, 0};
+    ranges[reinterpret_cast<CUdeviceptr>(host)] = {bytes, 0, ++buffers};
   }
 }
 
@@ -88,6 +90,10 @@ __attribute__((visibility("default"))) void pretend_lie(int how, int ways, int o
   const std::lock_guard lock(mutex);
   lie = {how, ways, only};
   if (how == 0) endless = false;
+}
+// Host memory that counts as a device's from here on.
+__attribute__((visibility("default"))) void pretend_memory(void* host, unsigned long bytes) {
+  pinned(host, bytes);
 }
 #define ARK_PRETENDED __attribute__((visibility("default"))) CUresult
 
@@ -157,7 +163,7 @@ ARK_PRETENDED cuMemMap(CUdeviceptr pointer, size_t bytes, size_t, CUmemGenericAl
   if (at == MAP_FAILED) return CUDA_ERROR_UNKNOWN;
   ++mappings;
   const std::lock_guard lock(mutex);
-  ranges[pointer] = {bytes, imported.count(handle) != 0 ? ++peers_mapped : 0};
+  ranges[pointer] = {bytes, imported.count(handle) != 0 ? ++peers_mapped : 0, ++buffers};
   return CUDA_SUCCESS;
 }
 ARK_PRETENDED cuMemUnmap(CUdeviceptr pointer, size_t bytes) {
@@ -168,6 +174,26 @@ ARK_PRETENDED cuMemUnmap(CUdeviceptr pointer, size_t bytes) {
   }
   ::mmap(reinterpret_cast<void*>(pointer), bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE,
          -1, 0);
+  return CUDA_SUCCESS;
+}
+// Memory that nobody may touch has an id, too.
+ARK_PRETENDED cuPointerGetAttribute(void* value, CUpointer_attribute attribute, CUdeviceptr pointer) {
+  if (attribute != CU_POINTER_ATTRIBUTE_BUFFER_ID) return CUDA_SUCCESS;
+  const std::lock_guard lock(mutex);
+  const Range* const range = range_of(pointer, 1);
+  const bool untouchable = pointer >> 40 == 1;  // as cuMemAlloc gives it
+  if (range == nullptr && !untouchable) return CUDA_ERROR_INVALID_VALUE;
+  *static_cast<uint64_t*>(value) = range ? range->buffer : ~uint64_t{0};
+  return *static_cast<uint64_t*>(value) != 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+// A dma-buf of this process alone: a file that says where the memory is.
+ARK_PRETENDED cuMemGetHandleForAddressRange(void* handle, CUdeviceptr pointer, size_t bytes, CUmemRangeHandleType,
+                                            unsigned long long) {
+  if (pointer % 4096 != 0 || bytes % 4096 != 0) return CUDA_ERROR_INVALID_VALUE;
+  const int fd = ::memfd_create("pretended-dma-buf", MFD_CLOEXEC);
+  const uint64_t words[3] = {0x6675'626d'6164, pointer, bytes};
+  if (fd < 0 || ::pwrite(fd, words, sizeof words, 0) != sizeof words) return CUDA_ERROR_UNKNOWN;
+  *static_cast<int*>(handle) = fd;
   return CUDA_SUCCESS;
 }
 ARK_PRETENDED cuMemSetAccess(CUdeviceptr, size_t, const CUmemAccessDesc*, size_t) {

@@ -26,6 +26,7 @@ using namespace ark;
 
 namespace {
 std::atomic<int> capability{90}, version{13000}, devices{16}, reach{1}, launched{0}, tests{0};
+std::atomic<int> dma_buf{1}, ordering{100};
 std::atomic<int> shared{232448}, local{0}, resident{2};
 std::atomic<uint64_t> capture{0}, next_address{uint64_t{1} << 40};
 thread_local void* context = nullptr;
@@ -43,6 +44,11 @@ uint64_t take(size_t bytes) {
 }  // namespace
 
 extern "C" {
+// Whether GPU memory is exported as a dma-buf, and how the NIC's writes are ordered.
+void pretend_dma_buf(int supported, int writes) {
+  dma_buf = supported;
+  ordering = writes;
+}
 void pretend_capability(int major_and_minor) {
   capability = major_and_minor;
 }
@@ -102,6 +108,8 @@ CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice
     case 76: *value = capability % 10; break;
     case 16: *value = 132; break;
     case 97: *value = shared; break;
+    case CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED: *value = dma_buf; break;
+    case CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING: *value = ordering; break;
     default: *value = 1;
   }
   return CUDA_SUCCESS;

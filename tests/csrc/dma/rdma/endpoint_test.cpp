@@ -16,6 +16,7 @@ Offer offer(int rank, int size, uint32_t mtu = 4096) {
   one.size = static_cast<uint32_t>(size);
   one.usable = one.ethernet = true;
   one.mtu = mtu;
+  one.rails = 1;
   one.device = "mlx5_" + std::to_string(rank);
   return one;
 }
@@ -80,8 +81,8 @@ TEST(RdmaRecordsTest, OutOfRangeIsRejected) {
   rejects([](Endpoint& one) { one.slot_bytes = 1 << 21; }, "slots of");
   rejects([](Endpoint& one) { one.inbox = UINT64_MAX - 100; }, "inbox");
   auto bytes = endpoint().encode();
-  bytes[4] = 2;
-  EXPECT_TRUE(has(refusal([&] { Endpoint::decode(bytes); }), "version is 2, not 1"));
+  bytes[4] = 3;
+  EXPECT_TRUE(has(refusal([&] { Endpoint::decode(bytes); }), "version is 3, not 2"));
   bytes.pop_back();
   EXPECT_TRUE(has(refusal([&] { Endpoint::decode(bytes); }), "127 bytes where 128 belong"));
   Offer lies = offer(0, 2);
@@ -131,6 +132,22 @@ TEST(RdmaDecisionTest, MixedMtusTakeTheLeastAndSaySo) {
   EXPECT_FALSE(refusal([&] { rdma::decide({offers[1], offers[0]}, 0); }).empty());
   offers[1].mtu_asked = 2048;
   EXPECT_EQ(rdma::decide(offers, 0).mtu, 2048);
+}
+
+TEST(RdmaDecisionTest, AsManyRailsAsEveryRankHas) {
+  std::vector<Offer> offers{offer(0, 3), offer(1, 3, 2048), offer(2, 3)};
+  EXPECT_EQ(rdma::decide(offers, 0).rails, 1);
+  for (Offer& one : offers) one.rails = 2;
+  EXPECT_EQ(rdma::decide(offers, 0).rails, 2);
+  EXPECT_EQ(rdma::decide(offers, 0).reason, "RoCE, MTU 2048 (the least: rank 1; rank 0 has 4096), 2 rails");
+  offers[2].rails = 3;
+  offers[1].rails = 1;
+  EXPECT_EQ(rdma::decide(offers, 2).rails, 1);
+  EXPECT_TRUE(has(rdma::decide(offers, 2).reason, ", 1 rails (the least: rank 1; rank 2 has 3)"));
+  for (const uint32_t rails : {0u, 9u}) {
+    offers[0].rails = rails;
+    EXPECT_TRUE(has(refusal([&] { Offer::decode(offers[0].encode()); }), std::to_string(rails) + " rails"));
+  }
 }
 
 }  // namespace

@@ -110,10 +110,10 @@ struct ChannelPair {
   std::unique_ptr<Channel> ends[2];
 };
 
-// The ranks of a group.
+// The ranks of a group; rails: on how many devices.
 struct Group {
   explicit Group(int size, Channel::Shape shape = {}, const rdma::Options& options = pretended_options(),
-                 size_t most_kept = 1024) {
+                 size_t most_kept = 1024, int rails = 1) {
     for (int r = 0; r < size; ++r) {
       Messages::Setup setup;
       setup.most_kept = most_kept;
@@ -124,7 +124,13 @@ struct Group {
       setup.timeout = std::chrono::seconds(20);
       setup.probe = std::chrono::milliseconds(50);
       setup.shape = shape;
-      ranks.push_back(std::make_shared<Messages>(new_engine(options), std::make_unique<StoreOf>(store), setup));
+      std::vector<std::shared_ptr<Engine>> engines;
+      for (int rail = 0; rail < rails; ++rail) {
+        rdma::Options one = options;
+        if (rails > 1) one.device = "pretend" + std::to_string(rail);
+        engines.push_back(new_engine(one));
+      }
+      ranks.push_back(std::make_shared<Messages>(std::move(engines), std::make_unique<StoreOf>(store), setup));
     }
   }
   ~Group() {

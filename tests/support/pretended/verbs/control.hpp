@@ -22,12 +22,17 @@ struct Control {
   std::atomic<uint32_t> small_mtu;     // of device 1: 1024 instead of 4096
   std::atomic<uint32_t> only_ipv6;     // ports have no IPv4 address
   std::atomic<uint32_t> refuse_pairs;  // queue pairs cannot be created
+  std::atomic<uint32_t> link_down_1;   // as link_down, of device 1 alone
+  std::atomic<uint32_t> port_down_1;   // as port_down, of device 1 alone
+  std::atomic<uint32_t> refuse_dma_buf;
 };
 
 // Live objects and events of this process.
 struct Counts {
   std::atomic<int> contexts, domains, regions, channels, queues, pairs;
+  std::atomic<uint64_t> dma_bufs;  // registered, ever
   std::atomic<uint64_t> packets, lost, sent_again, not_ready;
+  std::atomic<uint64_t> bytes_of[2];  // that devices were asked to send
 };
 
 }  // namespace pretended

@@ -71,11 +71,13 @@ struct Packet {
 
 struct Region {
   ark::ibv_mr base{};
+  uint64_t begin = 0;  // base.addr is an offset for a dma-buf
   int access = 0;
 };
 
 struct Context {
   ark::ibv_context base{};
+  int number = 0;  // of the device
   std::mutex mutex;
   std::map<uint32_t, Pair*> pairs;
   std::map<uint32_t, Region*> regions;

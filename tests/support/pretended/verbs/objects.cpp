@@ -144,6 +144,30 @@ int req_notify_cq(ibv_cq* base, int) {
 using namespace pretended;
 using namespace ark;
 
+namespace {
+
+ibv_mr* add_region(ibv_pd* domain, void* address, uint64_t begin, size_t bytes, int access) {
+  Context* context = of(*reinterpret_cast<ibv_context**>(domain));
+  const std::lock_guard lock(context->mutex);
+  size_t registered = bytes;
+  for (const auto& [key, region] : context->regions) registered += region->base.length;
+  const uint32_t most = pretend_control()->most_memory.load();
+  if (most > 0 && registered > size_t{most} << 10) {
+    errno = ENOMEM;
+    return nullptr;
+  }
+  auto* region = new Region;
+  region->base = {&context->base, domain, address, bytes, 0, context->next_key, context->next_key};
+  region->begin = begin;
+  region->access = access;
+  context->regions[context->next_key] = region;
+  context->next_key += 0x100;
+  ++pretend_counts()->regions;
+  return &region->base;
+}
+
+}  // namespace
+
 extern "C" {
 
 Control* pretend_control() {
@@ -193,6 +217,8 @@ const char* ibv_get_device_name(ibv_device* device) {
 ibv_context* ibv_open_device(ibv_device* device) {
   auto* context = new Context;
   context->base.device = device;
+  context->number = reinterpret_cast<Device*>(device)->number;
+  context->next_key += 8 * context->number;  // no device takes another's keys
   context->base.ops.poll_cq = poll_cq;
   context->base.ops.req_notify_cq = req_notify_cq;
   context->base.ops.post_send = post_send;
@@ -241,7 +267,8 @@ int ibv_query_port(ibv_context* context, uint8_t port, ibv_port_attr* attributes
   if (port != 1) return EINVAL;
   const int device = reinterpret_cast<Device*>(context->device)->number;
   std::memset(attributes, 0, offsetof(ibv_port_attr, flags));
-  attributes->state = pretend_control()->port_down.load() ? IBV_PORT_DOWN : IBV_PORT_ACTIVE;
+  const bool down = pretend_control()->port_down.load() || (device == 1 && pretend_control()->port_down_1.load());
+  attributes->state = down ? IBV_PORT_DOWN : IBV_PORT_ACTIVE;
   attributes->max_mtu = IBV_MTU_4096;
   attributes->active_mtu = device == 1 && pretend_control()->small_mtu.load() ? IBV_MTU_1024 : IBV_MTU_4096;
   attributes->gid_tbl_len = 8;
@@ -280,22 +307,24 @@ int ibv_dealloc_pd(ibv_pd* domain) {
 }
 
 ibv_mr* ibv_reg_mr(ibv_pd* domain, void* address, size_t bytes, int access) {
-  Context* context = of(*reinterpret_cast<ibv_context**>(domain));
-  const std::lock_guard lock(context->mutex);
-  size_t registered = bytes;
-  for (const auto& [key, region] : context->regions) registered += region->base.length;
-  const uint32_t most = pretend_control()->most_memory.load();
-  if (most > 0 && registered > size_t{most} << 10) {
-    errno = ENOMEM;
+  return add_region(domain, address, reinterpret_cast<uint64_t>(address), bytes, access);
+}
+
+// A pretended dma-buf holds the magic number, the address and the bytes of the memory (pretended_memory.cpp).
+ibv_mr* ibv_reg_dmabuf_mr(ibv_pd* domain, uint64_t offset, size_t bytes, uint64_t address, int fd, int access) {
+  uint64_t words[3] = {};
+  const bool is_one = ::pread(fd, words, sizeof words, 0) == sizeof words && words[0] == 0x6675'626d'6164;
+  if (!is_one || offset + bytes > words[2] || words[1] + offset != address) {
+    errno = EINVAL;
     return nullptr;
   }
-  auto* region = new Region;
-  region->base = {&context->base, domain, address, bytes, 0, context->next_key, context->next_key};
-  region->access = access;
-  context->regions[context->next_key] = region;
-  context->next_key += 0x100;
-  ++pretend_counts()->regions;
-  return &region->base;
+  if (pretend_control()->refuse_dma_buf.load()) {
+    errno = EOPNOTSUPP;
+    return nullptr;
+  }
+  ++pretend_counts()->dma_bufs;
+  // As rdma-core does, the region names the offset in place of an address.
+  return add_region(domain, reinterpret_cast<void*>(offset), address, bytes, access);
 }
 
 int ibv_dereg_mr(ibv_mr* base) {

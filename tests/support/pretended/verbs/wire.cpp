@@ -39,7 +39,9 @@ Sent send_packet(Pair& pair, Packet packet, const std::byte* payload) {
   ++pretend_counts()->packets;
   const Control& control = *pretend_control();
   const uint32_t loss = control.loss.load(std::memory_order_relaxed);
-  if (control.link_down.load(std::memory_order_relaxed) || (loss > 0 && context.random() % 10000 < loss)) {
+  const bool down = control.link_down.load(std::memory_order_relaxed) ||
+                    (context.number == 1 && control.link_down_1.load(std::memory_order_relaxed));
+  if (down || (loss > 0 && context.random() % 10000 < loss)) {
     ++pretend_counts()->lost;
     return Sent::yes;
   }
@@ -102,7 +104,7 @@ void take_data(Pair& pair, const Packet& packet, const std::byte* payload) {
   if (packet.bytes > 0) {
     const auto found = context.regions.find(packet.key);
     const auto* region = found == context.regions.end() ? nullptr : found->second;
-    const auto begin = region ? reinterpret_cast<uint64_t>(region->base.addr) : 0;
+    const uint64_t begin = region ? region->begin : 0;
     const bool inside = region && packet.to >= begin && packet.to - begin <= region->base.length &&
                         packet.bytes <= region->base.length - (packet.to - begin);
     if (!inside || !(region->access & IBV_ACCESS_REMOTE_WRITE)) {
@@ -289,6 +291,7 @@ int post_send(ibv_qp* base, ibv_send_wr* requests, ibv_send_wr** bad) {
     uint32_t wrong = pretend_control()->wrong_keys.load();
     if (wrong > 0 && send.bytes > 0 && pretend_control()->wrong_keys.compare_exchange_strong(wrong, wrong - 1))
       send.request.wr.rdma.rkey ^= 0x5a5a00;
+    pretend_counts()->bytes_of[context.number] += send.bytes;
     send.first = pair.end;
     send.last = pair.end + (send.bytes == 0 ? 0 : (send.bytes - 1) / kPacketBytes);
     pair.end = send.last + 1;
@@ -299,8 +302,8 @@ int post_send(ibv_qp* base, ibv_send_wr* requests, ibv_send_wr** bad) {
     } else if (kept.bytes > 0) {
       const auto region = context.regions.find(kept.key);
       const auto address = reinterpret_cast<uint64_t>(kept.from);
-      if (region == context.regions.end() || address < reinterpret_cast<uint64_t>(region->second->base.addr) ||
-          address + kept.bytes > reinterpret_cast<uint64_t>(region->second->base.addr) + region->second->base.length)
+      if (region == context.regions.end() || address < region->second->begin ||
+          address + kept.bytes > region->second->begin + region->second->base.length)
         fail_pair(pair, IBV_WC_LOC_PROT_ERR);
     }
     if (failed) fail_pair(pair, IBV_WC_WR_FLUSH_ERR);
