@@ -80,7 +80,7 @@ def test_the_schedule_is_the_plans(tmp_path: Path) -> None:
     reader, timelines = read((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert reader.outside == [], "nothing is loaded"
     (region,) = report.regions
-    plans = [json.loads(region.plan_json), json.loads(region.target_plan[0])]
+    plans = [json.loads(region.plan_json), json.loads(region.target_plan)]
     assert [one["target"] for one in timelines] == ["cpu", "sm_90a"]
     for shown, plan in zip(timelines, plans, strict=True):
         assert shown["workers"] == len(plan["queues"]) and len(shown["tasks"]) == len(plan["tasks"])
@@ -164,7 +164,7 @@ def test_a_browser_draws_and_zooms_it(tmp_path: Path) -> None:
     assert console == [] and 'class="error"' not in dom
     said = dict(re.findall(r'data-(\w+)="([^"]*)"', dom[dom.index("<body") :].partition(">")[0]))
     tasks = sum(
-        len(json.loads(text)["tasks"]) for text in (report.regions[0].plan_json, report.regions[0].target_plan[0])
+        len(json.loads(text)["tasks"]) for text in (report.regions[0].plan_json, report.regions[0].target_plan)
     )
     assert 0.5 * tasks < int(said["drawn"]) <= tasks, "a bar for each task that is wide enough to be seen"
     assert 0 < int(said["bars"]) < len(plan["tasks"]), "zoomed in, fewer are to be seen"
