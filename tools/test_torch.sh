@@ -54,7 +54,7 @@ built_s=$((SECONDS - begun))
 declare -A what=(
   [quick]="-m quick tests"
   [suite]="--night -k-2] tests/distributed/test_pytorch_suite.py"
-  [compile]="tests/compile/test_straight.py tests/compile/test_collectives.py tests/compile/test_wrapped.py
+  [compile]="tests/compile/test_fast_call.py tests/compile/test_collectives.py tests/compile/test_wrapped.py
     tests/compile/test_operators.py tests/compile/test_fallback.py"
 )
 passed=1
