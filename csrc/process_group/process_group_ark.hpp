@@ -137,7 +137,7 @@ class ProcessGroupArk : public c10d::Backend {
   void registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
   void waitForPendingWorks() override;
   void enableCollectivesTiming() override { core_->timing = true; }  // on the host getDuration() always works
-  c10d::ErrorType getError() override { return core_->error.load(); }
+  c10d::ErrorType getError() override { return core_->state(); }
   void abort() override;
   void shutdown() override;
   void addEphemeralTimeout(const std::chrono::milliseconds& timeout) ARK_OVERRIDE_SINCE_2_14;
