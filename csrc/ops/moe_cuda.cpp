@@ -12,44 +12,14 @@
 #include "collectives/cuda/fused_stubs.hpp"
 #include "cuda/fused/moe_rows.cuh"
 #include "jit/kernel.hpp"
-#include "ops/moe.hpp"
-#include "ops/tile_result.hpp"
+#include "ops/moe_staging.hpp"
 #include "process_group/cuda/cuda_group.hpp"
 
 namespace ark::ops {
 
 namespace {
 
-constexpr uint64_t kBlockAlign = 1024;
 constexpr uint64_t kMostSending = 264;  // in blocks; two per multiprocessor keep every link busy
-
-uint64_t row_bytes_of(const at::Tensor& rows) {
-  return static_cast<uint64_t>(rows.size(-1)) * rows.element_size();
-}
-
-// The layout of the staging place, equal on all ranks.
-struct Blocks {
-  uint64_t rows, slots;  // in bytes
-  Blocks(uint64_t row_bytes, int64_t max_rows, int64_t max_tokens, int64_t k)
-      : rows(aligned(static_cast<uint64_t>(max_rows) * row_bytes)),
-        slots(aligned(static_cast<uint64_t>(max_tokens * k) * row_bytes)) {}
-  static uint64_t aligned(uint64_t bytes) {
-    return (std::max<uint64_t>(bytes, 1) + kBlockAlign - 1) / kBlockAlign * kBlockAlign;
-  }
-};
-
-uint64_t fingerprint(std::initializer_list<int64_t> values) {
-  uint64_t hash = 11;
-  for (const int64_t value : values) {
-    hash = (hash ^ static_cast<uint64_t>(value)) * 0x9e3779b97f4a7c15u;
-    hash ^= hash >> 29;
-  }
-  return hash | 1;
-}
-
-at::Tensor readable(const at::Tensor& rows) {
-  return reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % 16 == 0 ? rows : rows.clone();
-}
 
 device::MoeParams params_of(const at::Tensor& rows, const at::Tensor& places, const at::Tensor& rank_counts,
                             const device::TileLinks& links, int64_t max_rows) {
@@ -156,52 +126,14 @@ CUstream stream_of(c10::Device device) {
   return static_cast<CUstream>(native_stream(current_stream(device)));
 }
 
-// The context of one operation in the group's staging place. links(): links to a place at that offset. staged() below
-// returns false if the rows must be moved otherwise.
-struct Staged {
-  CudaCommunicator& communicator;
-  const TileMemory& tiles;
-  TileMemory::Place place;
-  CUstream stream;
-  uint64_t limit_ns;
-
-  device::TileLinks links(uint64_t offset, uint64_t layout) const {
-    TileMemory::Place moved = place;
-    moved.data += offset;
-    for (char*& seen : moved.seen) seen += seen == nullptr ? 0 : offset;
-    device::TileLinks links = tiles.links(moved);
-    links.layout = layout, links.limit_ns = limit_ns;
-    return links;
-  }
-};
-
-bool staged(ProcessGroupArk& group, const char* name, c10::Device device, const Blocks& blocks,
-            c10::function_ref<void(const Staged&)> launch) {
-  bool launched = false;
-  const auto body = [&](CudaCommunicator& communicator, const Operation& operation) {
-    communicator.check(operation.context);
-    const CurrentContext context(device.index());  // autograd's threads have none
-    const auto stream = static_cast<CUstream>(operation.stream);
-    const Capture capture = capture_of(stream);
-    std::string why;
-    TileMemory* const tiles = communicator.tiles(capture.id != 0, why);
-    if (tiles == nullptr || !tiles->reserve(communicator, blocks.rows + blocks.slots, capture.id != 0, why)) return;
-    const TileMemory::Place place = tiles->staging();
-    if (capture.id != 0) keep_with_graph(capture, place.keep);
-    launch({communicator, *tiles, place, stream, nanoseconds_of(operation.context)});
-    launched = true;
-  };
-  return group.launch_region(name, device, body) && launched;
-}
-
 uint64_t layout_of(const MoeDispatch& call) {
-  return fingerprint({1, call.x.size(1), static_cast<int64_t>(call.x.scalar_type()), call.topk_ids.size(1),
-                      call.experts, call.max_tokens, call.max_rows});
+  return moe_fingerprint({1, call.x.size(1), static_cast<int64_t>(call.x.scalar_type()), call.topk_ids.size(1),
+                          call.experts, call.max_tokens, call.max_rows});
 }
 
 uint64_t layout_of(const MoeRows& call, bool gathers) {
-  return fingerprint({gathers ? 3 : 2, call.dim(), static_cast<int64_t>(call.rows.scalar_type()), call.k(),
-                      call.experts(), call.max_tokens, gathers ? call.rows.size(0) : call.max_rows});
+  return moe_fingerprint({gathers ? 3 : 2, call.dim(), static_cast<int64_t>(call.rows.scalar_type()), call.k(),
+                          call.experts(), call.max_tokens, gathers ? call.rows.size(0) : call.max_rows});
 }
 
 }  // namespace
@@ -223,8 +155,8 @@ MoeDispatched moe_dispatch_cuda(const MoeDispatch& given, ProcessGroupArk& group
     launch_settle(rows, rank_counts, rank, nullptr, stream_of(device));
     return result;
   }
-  const Blocks blocks(row_bytes_of(call.x), call.max_rows, call.max_tokens, call.topk_ids.size(1));
-  const bool launched = staged(group, "moe_dispatch", device, blocks, [&](const Staged& on) {
+  const MoeBlocks blocks(row_bytes_of(call.x), call.max_rows, call.max_tokens, call.topk_ids.size(1));
+  const bool launched = moe_staged(group, "moe_dispatch", device, blocks, [&](const MoeStaged& on) {
     launch_dispatch(call, result, on.links(0, layout_of(call)), on.communicator.most_blocks(), on.stream);
     launch_settle(rows, rank_counts, rank, on.place.data, on.stream);
   });
@@ -246,8 +178,8 @@ at::Tensor moe_scatter_cuda(const MoeRows& given, ProcessGroupArk& group) {
     launch_settle(out, call.rank_counts, rank, nullptr, stream_of(device));
     return out;
   }
-  const Blocks blocks(row_bytes_of(call.rows), call.max_rows, call.max_tokens, call.k());
-  const bool launched = staged(group, "moe_scatter", device, blocks, [&](const Staged& on) {
+  const MoeBlocks blocks(row_bytes_of(call.rows), call.max_rows, call.max_tokens, call.k());
+  const bool launched = moe_staged(group, "moe_scatter", device, blocks, [&](const MoeStaged& on) {
     launch_scatter(call, on.links(0, layout_of(call, false)), on.communicator.most_blocks(), on.stream);
     launch_settle(out, call.rank_counts, rank, on.place.data, on.stream);
   });
@@ -267,8 +199,8 @@ at::Tensor moe_gather_cuda(const MoeRows& given, ProcessGroupArk& group) {
     launch_gather(call, out, alone(device.index(), nullptr), nullptr, ~uint32_t{0}, stream_of(device));
     return out;
   }
-  const Blocks blocks(row_bytes_of(call.rows), call.rows.size(0), call.max_tokens, call.k());
-  const bool launched = staged(group, "moe_combine", device, blocks, [&](const Staged& on) {
+  const MoeBlocks blocks(row_bytes_of(call.rows), call.rows.size(0), call.max_tokens, call.k());
+  const bool launched = moe_staged(group, "moe_combine", device, blocks, [&](const MoeStaged& on) {
     launch_gather(call, out, on.links(blocks.rows, layout_of(call, true)), on.place.data + blocks.rows,
                   on.communicator.most_blocks(), on.stream);
   });
@@ -282,7 +214,7 @@ std::optional<at::Tensor> moe_layer_cuda(const MoeDispatch& given, ProcessGroupA
   MoeDispatch call = given;
   call.x = readable(call.x);
   const int64_t sizes[] = {call.max_rows, call.x.size(1)};
-  const Blocks blocks(row_bytes_of(call.x), call.max_rows, call.max_tokens, call.topk_ids.size(1));
+  const MoeBlocks blocks(row_bytes_of(call.x), call.max_rows, call.max_tokens, call.topk_ids.size(1));
   std::optional<at::Tensor> out;
   // Reads the block of rows in place.
   const auto finish = [&](const MoeDispatched& told, void* rows, auto&& links, const void* slots, uint32_t most,
@@ -306,7 +238,7 @@ std::optional<at::Tensor> moe_layer_cuda(const MoeDispatch& given, ProcessGroupA
         told, rows.data_ptr(), [&](uint64_t) { return alone(device.index(), nullptr); }, nullptr, ~uint32_t{0}, stream);
     return out;
   }
-  staged(group, "moe_layer", device, blocks, [&](const Staged& on) {
+  moe_staged(group, "moe_layer", device, blocks, [&](const MoeStaged& on) {
     const uint32_t most = on.communicator.most_blocks();
     launch_dispatch(call, told, on.links(0, layout_of(call)), most, on.stream);
     finish(

@@ -1,12 +1,11 @@
 // The products of a rank's experts in one launch (cuda/fused/moe_product.cuh): when it can run, and with which tile
 // shape.
 #include <algorithm>
-#include <iterator>
 #include <limits>
 
-#include "collectives/cuda/fused_stubs.hpp"
 #include "jit/kernel.hpp"
 #include "ops/moe.hpp"
+#include "ops/moe_shapes.hpp"
 #include "ops/tensor_map.hpp"
 #include "process_group/cuda/cuda_group.hpp"
 
@@ -15,31 +14,16 @@ namespace ark::ops {
 namespace {
 
 using device::MatmulShape;
-using device::MoeActivation;
 
-MoeActivation activation_of(const std::string& name) {
-  if (name == "silu") return MoeActivation::silu;
-  if (name == "gelu") return MoeActivation::gelu;
-  if (name == "gelu_tanh") return MoeActivation::gelu_tanh;
-  if (name == "relu") return MoeActivation::relu;
-  return MoeActivation::none;
-}
-
-// Cycles per step (64 of the depth) of a tile of each of kMatmulShapes, fitted to whole products on an H200.
-constexpr int64_t kStepCycles[] = {1138, 890, 510, 360};
-static_assert(std::size(kStepCycles) == std::size(kMatmulShapes));
-
-// The shape whose waves of tiles take the fewest cycles if each expert has about `rows` rows. An expert's last block of
-// rows is half full on average. All shapes give the same bits.
+// The shape whose waves of tiles take the fewest cycles if each expert has about `rows` rows. All shapes
+// give the same bits.
 MatmulShape shape_of(int64_t rows, int64_t experts, int64_t columns, bool gated) {
-  constexpr int64_t kMultiprocessors = 132;
   size_t best = 0;
   int64_t least = std::numeric_limits<int64_t>::max();
   for (size_t i = 0; i < std::size(kMatmulShapes); ++i) {
     const MatmulShape& shape = kMatmulShapes[i];
     const int64_t out = gated ? shape.columns / 2 : shape.columns;
-    const int64_t halves = rows < shape.rows ? 2 : 2 * rows / shape.rows + 1;  // half blocks of rows
-    const int64_t tiles = in_wholes(experts * halves * in_wholes(columns, out), 2);
+    const int64_t tiles = in_wholes(experts * half_groups(rows, shape) * in_wholes(columns, out), 2);
     const int64_t cycles = kStepCycles[i] * in_wholes(tiles, kMultiprocessors);
     if (cycles < least) best = i, least = cycles;
   }

@@ -127,9 +127,9 @@ std::vector<int64_t> moe_layout(const at::Tensor& x, const at::Tensor& topk_ids,
 ark::ops::MoeLayer moe_layer(const at::Tensor& x, const at::Tensor& topk_ids, const at::Tensor& weights,
                              const at::Tensor& w1, const at::Tensor& w2, c10::string_view group, int64_t num_experts,
                              c10::string_view activation, int64_t max_tokens, int64_t max_rows, bool met,
-                             int64_t trained) {
+                             int64_t trained, c10::string_view form) {
   return ark::ops::moe_layer({x, topk_ids, std::string(group), num_experts, max_tokens, max_rows, met, trained, weights,
-                              w1, w2, std::string(activation)},
+                              w1, w2, std::string(activation), std::string(form)},
                              trained != 0);
 }
 
@@ -250,7 +250,7 @@ TORCH_LIBRARY(ark, library) {
       "Tensor? topk_weights, Tensor? w1, Tensor? w2, str activation) -> int[]");
   library.def(
       "moe_layer(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w1, Tensor w2, str group_name, "
-      "int num_experts, str activation, SymInt max_tokens, SymInt max_rows, bool met, int trained) -> "
+      "int num_experts, str activation, SymInt max_tokens, SymInt max_rows, bool met, int trained, str form='auto') -> "
       "(Tensor out, Tensor rows, Tensor counts, Tensor places, Tensor rank_counts, Tensor y)");
   library.def(
       "moe_dispatch(Tensor x, Tensor topk_ids, str group_name, int num_experts, SymInt max_tokens, SymInt max_rows, "

@@ -69,7 +69,8 @@ def _fused(rank: Rank, operator: str) -> float:
     calls = {
         "embedding": lambda: ops.embedding_bag_all_to_all([w], [indices], [offsets], tables_per_rank=[1] * world),
         "matmul": lambda: ops.matmul_all_reduce(x, w),
-        "moe": lambda: ops.moe_layer(x, ids, scores, w1, w2),
+        "moe": lambda: ops.moe_layer(x, ids, scores, w1, w2, form="unfused"),
+        "moe_in_one_kernel": lambda: ops.moe_layer(x, ids, scores, w1, w2, form="fused"),
         "compressed": lambda: compressed_all_reduce(x, bits=4),
     }
     calls[operator]()
@@ -84,7 +85,7 @@ def _fused(rank: Rank, operator: str) -> float:
     return go_on_without_the_last(rank, device, count)
 
 
-@pytest.mark.parametrize("operator", ["embedding", "matmul", "moe", "compressed"])
+@pytest.mark.parametrize("operator", ["embedding", "matmul", "moe", "moe_in_one_kernel", "compressed"])
 def test_killed_in_a_fused_operator(operator: str) -> None:
     victim = WORLD - 1
     with Job(_fused, WORLD, operator, env=ENV) as job:

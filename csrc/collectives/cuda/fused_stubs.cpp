@@ -52,6 +52,12 @@ const char* name_of_activation(device::MoeActivation activation) {
   }
 }
 
+std::string experts_arguments(DType dtype, device::MatmulShape shape, bool gated, device::MoeActivation activation) {
+  return std::string("ark::device::") + format_of(dtype) + ", " + std::to_string(shape.rows) + ", " +
+         std::to_string(shape.columns) + ", " + boolean(gated) +
+         ", ark::device::MoeActivation::" + name_of_activation(activation);
+}
+
 void add_matmul(std::vector<Stub>& stubs, DType dtype, device::MatmulShape shape, bool across,
                 device::MatmulMode mode) {
   stubs.push_back({std::string("matmul_") + name_of_mode(mode) + "_" + name_of(dtype) + "_" +
@@ -69,11 +75,22 @@ void add_fused(std::vector<Stub>& stubs, DType dtype, bool narrow, bool wide, in
          embedding_gradient_stub(dtype, narrow, wide, lanes, mean)});
 }
 
+std::string name_of_experts(const char* kind, DType dtype, device::MatmulShape shape, bool gated,
+                            device::MoeActivation activation) {
+  return std::string(kind) + "_" + name_of(dtype) + "_" + std::to_string(shape.rows) + "x" +
+         std::to_string(shape.columns) + (gated ? "_gated_" : "_") + name_of_activation(activation);
+}
+
 void add_moe_product(std::vector<Stub>& stubs, DType dtype, device::MatmulShape shape, bool gated,
                      device::MoeActivation activation) {
-  stubs.push_back({std::string("moe_product_") + name_of(dtype) + "_" + std::to_string(shape.rows) + "x" +
-                       std::to_string(shape.columns) + (gated ? "_gated_" : "_") + name_of_activation(activation),
+  stubs.push_back({name_of_experts("moe_product", dtype, shape, gated, activation),
                    moe_product_stub(dtype, shape, gated, activation), 90});
+}
+
+void add_moe_layer(std::vector<Stub>& stubs, DType dtype, device::MatmulShape shape, bool gated,
+                   device::MoeActivation activation) {
+  stubs.push_back({name_of_experts("moe_layer", dtype, shape, gated, activation),
+                   moe_layer_stub(dtype, shape, gated, activation), 90});
 }
 
 void add_moe(std::vector<Stub>& stubs, DType dtype, bool wide) {
@@ -138,12 +155,15 @@ std::string moe_rows_stub(DType dtype, bool wide) {
 }
 
 std::string moe_product_stub(DType dtype, device::MatmulShape shape, bool gated, device::MoeActivation activation) {
-  return "#include \"cuda/fused/moe_product.cuh\"\n" +
-         fused_entry("moe_product", "MoeProductParams",
-                     std::string("ark::device::") + format_of(dtype) + ", " + std::to_string(shape.rows) + ", " +
-                         std::to_string(shape.columns) + ", " + boolean(gated) +
-                         ", ark::device::MoeActivation::" + name_of_activation(activation),
-                     shape.threads());
+  return "#include \"cuda/fused/moe_product.cuh\"\n" + fused_entry("moe_product", "MoeProductParams",
+                                                                   experts_arguments(dtype, shape, gated, activation),
+                                                                   shape.threads());
+}
+
+std::string moe_layer_stub(DType dtype, device::MatmulShape shape, bool gated, device::MoeActivation activation) {
+  return "#include \"cuda/fused/moe_layer.cuh\"\n" + fused_entry("moe_layer", "MoeLayerParams",
+                                                                 experts_arguments(dtype, shape, gated, activation),
+                                                                 shape.threads());
 }
 
 std::vector<Stub> representative_fused_stubs() {
@@ -157,6 +177,10 @@ std::vector<Stub> representative_fused_stubs() {
   add_moe_product(stubs, DType::bf16, kMatmulShapes[0], true, device::MoeActivation::silu);
   add_moe_product(stubs, DType::f16, kMatmulShapes[2], true, device::MoeActivation::gelu);
   add_moe_product(stubs, DType::bf16, kMatmulShapes[3], false, device::MoeActivation::none);
+  add_moe_layer(stubs, DType::bf16, kMatmulShapes[0], true, device::MoeActivation::silu);
+  add_moe_layer(stubs, DType::f16, kMatmulShapes[1], false, device::MoeActivation::gelu_tanh);
+  add_moe_layer(stubs, DType::f16, kMatmulShapes[2], true, device::MoeActivation::gelu);
+  add_moe_layer(stubs, DType::bf16, kMatmulShapes[3], true, device::MoeActivation::silu);
   add_matmul(stubs, DType::bf16, kMatmulShapes[0], false, device::MatmulMode::all_reduce);
   add_matmul(stubs, DType::f16, kMatmulShapes[0], true, device::MatmulMode::reduce_scatter);
   add_matmul(stubs, DType::bf16, kMatmulShapes[0], true, device::MatmulMode::all_gather);
@@ -183,8 +207,10 @@ std::vector<Stub> every_fused_stub() {
       add_moe_product(stubs, dtype, shape, false, device::MoeActivation::none);
       for (const bool gated : {false, true})
         for (const auto activation : {device::MoeActivation::silu, device::MoeActivation::gelu,
-                                      device::MoeActivation::gelu_tanh, device::MoeActivation::relu})
+                                      device::MoeActivation::gelu_tanh, device::MoeActivation::relu}) {
           add_moe_product(stubs, dtype, shape, gated, activation);
+          add_moe_layer(stubs, dtype, shape, gated, activation);
+        }
     }
   return stubs;
 }

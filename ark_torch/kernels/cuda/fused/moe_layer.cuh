@@ -1,0 +1,315 @@
+// A whole mixture of experts in one kernel: rows go to their experts' ranks, are multiplied by both matrices as they
+// arrive, come back tile by tile, and are added. For Hopper.
+//
+// One block per multiprocessor. All warps but the first send the rows of the block's tokens. Then, as in matmul.cuh,
+// the first warp has the copy engine load tiles through a ring in shared memory, warp groups multiply them (wgmma), and
+// the second warp has the engine store their results: of the first product in this rank's memory, of the second in the
+// slots of the tokens' ranks. The two warps that are left add the rows of the block's tokens. Bits are those of
+// moe_dispatch, moe_product and moe_gather one after the other.
+#pragma once
+
+#include "cuda/fused/moe_layer_rows.cuh"
+#include "cuda/fused/moe_product.cuh"
+
+namespace ark::device {
+
+// Tiles are tasks (moe_tasks.cuh) that blocks take one by one from a counter, so that none waits while others work.
+// While a tile's rows have not arrived, the first warp already loads its columns of the matrix.
+//
+// Memory order. Whoever stores rows adds to a sum with release at system scope, after a warp barrier or after the copy
+// engine has written. Whoever reads waits for the sum with acquire, and a proxy fence precedes the copy engine's reads.
+// Reuse: tiles.cuh. The first product's result and the sums belong to this rank until all its blocks have ended.
+//
+// No deadlock. All blocks are resident (a cooperative launch). Sending waits for announcements and counts only. A task
+// waits for rows and for tasks with lower numbers; the lowest unfinished one is always in work, since a block works off
+// its tasks in order. Adding rows waits for tasks, and nothing waits for it but the end of the kernel. Waits for peers
+// are bounded; after a failure a block ends its task with whatever is there, stores nothing more and takes none.
+
+#if defined(__CUDACC__)
+
+template <class Format, int kRows, int kColumns, bool kGated, MoeActivation kActivation>
+struct MoeLayer {
+  using Product = MoeProduct<Format, kRows, kColumns, kGated, kActivation>;
+  static constexpr MatmulShape kShape{kRows, kColumns};
+  static constexpr int kStages = kShape.stages(), kWarps = kShape.warps(), kOver = kColumns / 8;
+  static constexpr int kOut = Product::kOut;  // columns of the first product's tile
+  static constexpr uint32 kBox = Product::kBox, kQueue = 32, kAll = ~0u;
+  // The first warp is at most kStages loads, so as many tasks, ahead of the groups, and these one task ahead of stores.
+  static_assert(kStages + 4 <= static_cast<int>(kQueue));
+  using Rows = MoeLayerRows<Format, kRows, kShape.threads()>;
+  using Element = typename MatmulElement<Format>::Type;
+
+  struct Shared {
+    uint64 full[kStages], empty[kStages];
+    MoeTask queue[kQueue];
+    uint32 published;     // tasks in the queue so far
+    uint32 laid[kWarps];  // tiles that each warp has written to its buffer
+    uint32 left;          // tiles that the engine has read from there
+    uint32 lost;          // 1: give up
+    MoeTables tables;
+  };
+
+  const MoeLayerParams& p;
+  TileExchange& exchange;
+  Shared& shared;
+  Rows& rows;
+  const uint32 ring;  // address in shared memory; the warps' output buffers follow it
+
+  static __device__ __forceinline__ uint32 lane() { return threadIdx.x % 32; }
+  __device__ __forceinline__ TileControl* own() const { return p.links.control[p.links.rank]; }
+  __device__ __forceinline__ uint32 laid_at(uint32 warp) const {
+    return ring + kShape.ring_bytes() + warp * kShape.laid_bytes();
+  }
+  __device__ __forceinline__ uint32 steps_of(uint32 kind) const {
+    return ((kind == MoeTask::first ? p.dim : p.ffn) + MatmulShape::kDepth - 1) / MatmulShape::kDepth;
+  }
+
+  // Waits for a block's n-th task.
+  __device__ __forceinline__ const MoeTask& task_at(uint32 n) const {
+    while (hear_block(shared.published) <= n) __nanosleep(40);
+    return shared.queue[n % kQueue];
+  }
+  __device__ __forceinline__ void publish(const MoeTask& task, uint32 n) {
+    if (lane() == 0) {
+      shared.queue[n % kQueue] = task;
+      tell_block(shared.published, n + 1);
+    }
+    __syncwarp();
+  }
+
+  // Whether the rows that a task reads are there, and waiting for it; false: give up.
+  template <bool kWaits>
+  __device__ __forceinline__ bool are_there(const MoeTask& task) {
+    bool well = true;
+    if (task.kind == MoeTask::first) {
+      const uint32 expert = static_cast<uint32>(p.links.rank) * p.local + task.expert;
+      const uint32 wanted = rows.pieces_from(task, rows.tables.starts[expert + 1] - rows.tables.starts[expert]);
+      const uint32* const sum = &own()->group_rows[lane() % kMaxRanks][task.group];
+      if (wanted != 0)
+        well = kWaits ? exchange.await_sum(sum, wanted, static_cast<int>(lane())) : exchange.has_sum(sum, wanted);
+    } else {
+      const uint32* const sum = &own()->group_tiles[task.group];
+      if (lane() == 0)
+        well = kWaits ? exchange.await_sum(sum, p.tiles[0], p.links.rank) : exchange.has_sum(sum, p.tiles[0]);
+    }
+    return __all_sync(kAll, well) != 0;
+  }
+
+  // The work of one warp: takes tasks, and loads what the groups multiply, in their order.
+  __device__ __forceinline__ void bring() {
+    const MoeTaskShape order{rows.tables.starts + static_cast<uint32>(p.links.rank) * p.local,
+                             rows.tables.starts[static_cast<uint32>(p.links.rank) * p.local],
+                             p.local,
+                             {p.tiles[0], p.tiles[1]},
+                             {static_cast<uint32>(kOut), static_cast<uint32>(kColumns)},
+                             gridDim.x};
+    MoeTasks<static_cast<uint32>(kRows)> tasks(order);
+    MoeTask task;
+    uint32 number = blockIdx.x, n = 0;
+    uint32 stage = 0, parity = 1;  // of the next columns
+    uint32 rows_stage = 0;         // of the next rows
+    bool well = true;
+    while (well && tasks.find(number, task)) {
+      publish(task, n++);
+      uint32 ahead = 0;
+      if (lane() == 0) ahead = atomicAdd(&own()->tasks, 1u);
+      const bool is_first = task.kind == MoeTask::first;
+      const uint32 steps = steps_of(task.kind), boxes = (task.rows + kBox - 1) / kBox;
+      const int line = static_cast<int>(task.expert * (is_first ? p.lines : p.dim) + task.column);
+      const auto load_columns = [&](uint32 step) {
+        while (!barrier_passed(&shared.empty[stage], parity)) {
+        }
+        if (lane() == 0) {
+          uint64* const full = &shared.full[stage];
+          const uint32 to = ring + stage * kShape.stage_bytes() + kRows * 128;
+          const int depth = static_cast<int>(step * MatmulShape::kDepth);
+          barrier_expect(full, (boxes * kBox + kColumns) * 128);
+          if (is_first) {
+            tensor_load(to, p.w1, depth, line, full);
+            if constexpr (kGated) tensor_load(to + kOut * 128, p.w1, depth, line + static_cast<int>(p.ffn), full);
+          } else {
+            tensor_load(to, p.w2, depth, line, full);
+          }
+        }
+        __syncwarp();
+        if (++stage == kStages) stage = 0, parity ^= 1;
+      };
+      uint32 loaded = 0;
+      if (!are_there<false>(task)) {
+        const uint32 early = min(steps, static_cast<uint32>(kStages));
+        ARK_ROLLED for (; loaded < early; ++loaded) load_columns(loaded);
+        well = are_there<true>(task);
+        if (!well && lane() == 0) tell_block(shared.lost, 1);
+        __syncwarp();
+      }
+      asm volatile("fence.proxy.async.global;" ::: "memory");
+      const TensorMap& from = is_first ? p.rows : p.inner;
+      ARK_ROLLED for (uint32 step = 0; step < steps; ++step) {
+        if (step >= loaded) load_columns(step);
+        if (lane() == 0) {
+          const uint32 to = ring + rows_stage * kShape.stage_bytes();
+          ARK_ROLLED for (uint32 b = 0; b < boxes; ++b)
+              tensor_load(to + b * (kBox * 128), from, static_cast<int>(step * MatmulShape::kDepth),
+                          static_cast<int>(task.row + b * kBox), &shared.full[rows_stage]);
+        }
+        __syncwarp();
+        if (++rows_stage == kStages) rows_stage = 0;
+      }
+      number = gridDim.x + __shfl_sync(kAll, ahead, 0);
+    }
+    task.kind = MoeTask::none;
+    publish(task, n);
+  }
+
+  // The work of one warp: has the engine store what the groups have written to shared memory, and counts it.
+  __device__ __forceinline__ void store() {
+    for (uint32 n = 0;; ++n) {
+      const MoeTask task = task_at(n);
+      if (task.kind == MoeTask::none) return;
+      if (lane() < kWarps)
+        while (hear_block(shared.laid[lane()]) <= n) __nanosleep(40);
+      __syncwarp();
+      const bool lost = hear_block(shared.lost) != 0;
+      if (!lost) store_rows(task);
+      bulk_commit();
+      bulk_wait_read<0>();
+      __syncwarp();
+      if (lane() == 0) tell_block(shared.left, n + 1);
+      bulk_wait_written<0>();
+      asm volatile("fence.proxy.async.global;" ::: "memory");
+      __syncwarp();
+      if (lost) continue;
+      if (task.kind == MoeTask::first) {
+        if (lane() == 0) TileExchange::add(&own()->group_tiles[task.group]);
+      } else {
+        ARK_ROLLED for (uint32 row = lane(); row < task.rows; row += 32) {
+          uint32 source;
+          const uint32 slot = rows.slot_of(task.expert, task.down + row, source);
+          TileExchange::add(&p.links.control[source]->slot_tiles[slot]);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store_rows(const MoeTask& task) const {
+    const bool is_first = task.kind == MoeTask::first;
+    const uint32 columns = is_first ? p.ffn : p.dim;
+    const uint32 bytes = min(static_cast<uint32>(is_first ? kOut : kColumns), columns - task.column) * 2;
+    ARK_ROLLED for (uint32 row = lane(); row < task.rows; row += 32) {
+      char* to = p.hidden + uint64{task.row + row} * columns * 2;
+      if (!is_first) {
+        uint32 source;
+        const uint32 slot = rows.slot_of(task.expert, task.down + row, source);
+        to = rows.tables.places[source] + p.slots + uint64{slot} * p.row_bytes();
+      }
+      engine_store(to + task.column * 2, laid_at(row / 16) + row % 16 * kShape.pitch(), bytes);
+    }
+  }
+
+  // Writes a warp's 16 rows to its buffer.
+  template <bool kFirst>
+  __device__ __forceinline__ void lay(const float (&sums)[kOver][4], uint32 warp) const {
+    constexpr int kGroups = (kFirst ? kOut : kColumns) / 8, kFactor = kFirst && kGated ? kOver / 2 : 0;
+    const uint32 to = laid_at(warp) + lane() / 4 * kShape.pitch() + lane() % 4 * 4;
+    ARK_UNROLL for (int j = 0; j < kGroups; ++j) ARK_UNROLL for (int h = 0; h < 2; ++h) {
+      uint32 word;
+      if constexpr (kFirst)
+        word = Product::finished(&sums[j][2 * h], &sums[j + kFactor][2 * h]);
+      else
+        word = Format::encode(&sums[j][2 * h]);
+      asm volatile("st.shared.u32 [%0], %1;" ::"r"(to + 8 * h * kShape.pitch() + j * 16), "r"(word) : "memory");
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  }
+
+  // The work of a warp group.
+  __device__ __forceinline__ void multiply_tiles(uint32 group) {
+    using namespace ark::loop;
+    const uint32 warp = group * 4 + threadIdx.x / 32 % 4;
+    const uint32 left = shared_matrix(ring + group * 64 * 128, 8192);
+    const uint32 right = shared_matrix(ring + kRows * 128, 8192);
+    uint32 stage = 0, parity = 0;
+    float sums[kOver][4];
+    for (uint32 n = 0;; ++n) {
+      const MoeTask& task = task_at(n);
+      const uint32 kind = task.kind, height = task.rows;
+      if (kind == MoeTask::none) return;
+      const uint32 steps = steps_of(kind);
+      ARK_UNROLL for (int j = 0; j < kOver; ++j) ARK_UNROLL for (int e = 0; e < 4; ++e) sums[j][e] = 0;
+      uint32 before = 0;  // the stage being multiplied
+      ARK_ROLLED for (uint32 step = 0; step < steps; ++step) {
+        while (!barrier_passed(&shared.full[stage], parity)) {
+        }
+        begin_group_multiply();
+        ARK_UNROLL for (int k = 0; k < 4; ++k)
+            group_multiply_add<Element, false, false>(sums, moved_matrix(left, stage * kShape.stage_bytes() + k * 32),
+                                                      moved_matrix(right, stage * kShape.stage_bytes() + k * 32));
+        end_group_multiply();
+        wait_group_multiply<1>();
+        if (step != 0 && lane() == 0) barrier_arrive(&shared.empty[before]);
+        before = stage;
+        if (++stage == kStages) stage = 0, parity ^= 1;
+      }
+      wait_group_multiply(sums);
+      if (lane() == 0) barrier_arrive(&shared.empty[before]);
+      if (warp * 16 < height) {
+        while (hear_block(shared.left) < n) __nanosleep(40);
+        if (kind == MoeTask::first)
+          lay<true>(sums, warp);
+        else
+          lay<false>(sums, warp);
+      }
+      __syncwarp();
+      if (lane() == 0) tell_block(shared.laid[warp], n + 1);
+    }
+  }
+};
+
+// Launch with kShape.threads() threads in one dimension and kShape.shared_bytes() of dynamic shared memory.
+template <class Format, int kRows, int kColumns, bool kGated, MoeActivation kActivation>
+__device__ __forceinline__ void moe_layer(const MoeLayerParams& p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Kernel = MoeLayer<Format, kRows, kColumns, kGated, kActivation>;
+  constexpr bool kMoves = kRows == 128;  // registers, from the first warp group to the others
+  static_assert(sizeof(MoeScratch) <= Kernel::kShape.ring_bytes());
+  extern __shared__ char memory[];
+  __shared__ typename Kernel::Shared shared;
+  begin_kernel();
+  TileExchange exchange(p.links);
+  if (threadIdx.x < Kernel::kStages) {
+    barrier_init(&shared.full[threadIdx.x], 1);
+    barrier_init(&shared.empty[threadIdx.x], Kernel::kWarps);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  if (threadIdx.x < Kernel::kWarps) shared.laid[threadIdx.x] = 0;
+  if (threadIdx.x == 0) shared.published = shared.left = shared.lost = 0;
+  typename Kernel::Rows rows{p, exchange, shared.tables};
+  const uint32 offset = (shared_address(memory) + 1023) / 1024 * 1024 - shared_address(memory);
+  const bool well = rows.prepare(*reinterpret_cast<MoeScratch*>(memory + offset));
+  if (!well) return exchange.refuse_other();
+  asm volatile("fence.proxy.async;" ::: "memory");
+  __syncthreads();  // the ring takes the scratch memory's place
+  Kernel kernel{p, exchange, shared, rows, shared_address(memory) + offset};
+  const uint32 group = threadIdx.x / 128, warp = threadIdx.x / 32;
+  if (warp != 0) rows.send();
+  if (group == 0) {
+    if constexpr (kMoves) give_registers<72>();
+    if (warp == 0)
+      kernel.bring();
+    else if (warp == 1)
+      kernel.store();
+    else
+      rows.add_rows(warp - 2);
+  } else {
+    if constexpr (kMoves) take_registers<216>();
+    kernel.multiply_tiles(group - 1);
+  }
+  // Another object, so that none of its registers is kept while tiles are multiplied.
+  TileExchange end(p.links, 0, false);
+  end.finish(true, [&] { rows.clear(); });
+#endif
+}
+
+#endif
+
+}  // namespace ark::device
