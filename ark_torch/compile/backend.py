@@ -121,16 +121,17 @@ def _fastest(
     # Ranks whose results went into each other's decisions must not differ in their last bits. So they measure before
     # the first result, and the first rank to finish decides.
     waits = options.wait or not options.fallback or known is not None or _ranks() > 1
-    if waits and "ark" in names:
-        costs.prepare()
     captured = None
     if "ark" in names or not options.fallback or _ranks() > 1:  # only capture shows the collectives
+        if waits:
+            costs.prepare()
         captured = Captured(graph_module, example_inputs, options, report)
     together, otherwise = None, "ark"
     if captured is not None and captured.collectives:
         otherwise = _unmeasured(captured.exchanged_rows, device, options)
         group = meeting.group_of(captured.collectives)
-        if group is None or not options.fallback:
+        # Loop kernels of many rows take minutes to compile, and have lost whenever they were measured.
+        if group is None or not options.fallback or (otherwise == "inductor" and not options.wait):
             report.choice = None
             if otherwise == "inductor":
                 raise WholeGraph(
