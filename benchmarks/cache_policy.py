@@ -93,6 +93,7 @@ class Calls:
     def __init__(self, name: str, arguments: argparse.Namespace, under: tuple[str, ...]) -> None:
         self.device = torch.device(arguments.device)
         self.under, self.alternatives = under, list[Alternatives]()
+        Alternatives.under = under[0]
         torch._dynamo.reset()
         torch.manual_seed(0)
         self.model, self.inputs = cache_policy_apps.APPLICATIONS[name](self.device, arguments.device == "cpu")

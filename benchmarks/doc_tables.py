@@ -186,6 +186,7 @@ TABLES: dict[str, Callable[[Load], str]] = {
     "low-bits": low_bits,
     "dma": lambda load: _scripts("dma").table(load("dma")),
     "fused": lambda load: _scripts("fused").table(load("fused")),
+    "fused-ncu": lambda load: _scripts("fused_ncu").table(load("fused_ncu")),
     "fused-products": lambda load: _scripts("fused_products").table(load("fused_products")),
     "fused-moe": lambda load: _scripts("fused_moe").table(load("fused_moe")),
     "dlrm-step": lambda load: _scripts("dlrm_step").table(load("dlrm_step")),

@@ -23,16 +23,17 @@ from ark_torch.ops import embedding_bag_all_to_all
 from ark_torch.tools.bench import report as bench
 
 FOLDER = Path(__file__).parent
+# Name of the metric -> the column's head, the factor to its unit, and its format.
 METRICS = {
-    "gpu__time_duration.sum": "time",
-    "dram__throughput.avg.pct_of_peak_sustained_elapsed": "DRAM",
-    "dram__bytes_read.sum": "read",
-    "lts__t_sector_hit_rate.pct": "L2 hits",
-    "lts__throughput.avg.pct_of_peak_sustained_elapsed": "L2",
-    "l1tex__throughput.avg.pct_of_peak_sustained_elapsed": "L1",
-    "sm__warps_active.avg.pct_of_peak_sustained_active": "warps active",
-    "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio": "stalled on loads",
-    "launch__registers_per_thread": "registers",
+    "gpu__time_duration.sum": ("us", 1e-3, ".0f"),
+    "dram__throughput.avg.pct_of_peak_sustained_elapsed": ("of DRAM's peak", 1.0, ".0f"),
+    "dram__bytes_read.sum": ("MB read", 1e-6, ".0f"),
+    "lts__t_sector_hit_rate.pct": ("hits in L2", 1.0, ".0f"),
+    "lts__throughput.avg.pct_of_peak_sustained_elapsed": ("of L2's peak", 1.0, ".0f"),
+    "l1tex__throughput.avg.pct_of_peak_sustained_elapsed": ("of L1's peak", 1.0, ".0f"),
+    "sm__warps_active.avg.pct_of_peak_sustained_active": ("warps of those that fit", 1.0, ".0f"),
+    "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio": ("warps waiting for loads", 1.0, ".1f"),
+    "launch__registers_per_thread": ("registers", 1.0, ".0f"),
 }
 
 
@@ -57,15 +58,14 @@ def pool(shape: str, calls: int) -> None:
 
 def table(about: dict[str, Any]) -> str:
     """Formats Markdown, a line for each shape."""
-    names = list(METRICS.values())
-    lines = [
-        f"{about['gpu']}, PyTorch {about['versions']['torch']}; {about['date']}.",
-        "",
-        "| shape | " + " | ".join(names) + " |",
-    ]
-    lines.append("| --- " * (len(names) + 1) + "|")
+    lines = [f"{about['gpu']}, PyTorch {about['versions']['torch']}; {about['date']}.", ""]
+    lines.append("| shape | " + " | ".join(head for head, _, _ in METRICS.values()) + " |")
+    lines.append("| --- " * (len(METRICS) + 1) + "|")
     for row in about["rows"]:
-        cells = [row["metrics"].get(name, "-") for name in METRICS]
+        cells = []
+        for name, (_, factor, shown) in METRICS.items():
+            percent = "%" if name.endswith((".pct", "_elapsed", "_active")) else ""
+            cells.append(f"{row['metrics'][name] * factor:{shown}}{percent}" if name in row["metrics"] else "-")
         lines.append(f"| {row['shape']} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -86,8 +86,7 @@ def main() -> int:
         if isinstance(found, str):
             print(f"# {shape}: no figures: {found}")
             continue
-        named = {name.partition(" (")[0]: (value, name.partition(" (")[2][:-1]) for name, value in found.items()}
-        metrics = {name: f"{value:,.4g} {unit}".strip() for name, (value, unit) in named.items()}
+        metrics = {name.partition(" (")[0]: value for name, value in found.items()}
         rows.append({"shape": shape, "metrics": metrics})
         print(shape, metrics, flush=True)
     about = {**bench.surroundings(bench.shown_command("benchmarks/fused_ncu.py")), "gpu": torch.cuda.get_device_name()}
