@@ -32,12 +32,12 @@ try:
 except ImportError:  # without isolation nothing else looks at build-system.requires
     raise SystemExit(
         "ark_torch's build needs scikit-build-core, and this environment has none: python -m pip install "
-        "'scikit-build-core>=0.11' ninja (or, for a build in place, python setup.py build_ext --inplace)"
+        "'scikit-build-core>=1.0' ninja (or, for a build in place, python setup.py build_ext --inplace)"
     ) from None
 
 Settings = Mapping[str, Any] | None
 _local_version = ""
-_any_torch = False  # an sdist serves all
+_state = ""
 
 
 def _settings(given: Settings, **more: str) -> dict[str, Any]:
@@ -49,25 +49,31 @@ def _settings(given: Settings, **more: str) -> dict[str, Any]:
     return settings
 
 
-def dynamic_metadata(field: str, settings: Mapping[str, Any]) -> Any:
-    """scikit-build-core asks for each field of `dynamic` in pyproject.toml."""
-    if field == "version":
-        version = runpy.run_path("ark_torch/_version.py")["__version__"]
-        return f"{version}+{_local_version}" if _local_version else version
-    if field == "dependencies":
-        if _any_torch:
-            return [f"torch>={ark_cmake.SUPPORT['SUPPORTED_MINORS'][0]}"]
-        return [f"torch=={ark_cmake.SUPPORT['minor_of'](ark_cmake.torch_version())}.*"]
-    files = {name: Path("requirements", f"{name}.txt").read_text() for name in ("dev", "bench", "simulate", "docs")}
+def build_state(state: str) -> None:
+    """scikit-build-core says what it asks metadata for: an sdist, a wheel, an editable install."""
+    global _state
+    _state = state
+
+
+def dynamic_metadata(settings: Mapping[str, Any], project: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `dynamic` in pyproject.toml. An sdist serves every PyTorch, a wheel the one it was built against."""
+    version = str(runpy.run_path("ark_torch/_version.py")["__version__"])
+    support = ark_cmake.SUPPORT
+    oldest = f"torch>={support['SUPPORTED_MINORS'][0]}"
+    extras = {name: Path("requirements", f"{name}.txt").read_text() for name in ("dev", "bench", "simulate", "docs")}
     return {
-        name: [bare for line in text.splitlines() if (bare := re.sub(r"(^|\s)#.*", "", line).strip())]
-        for name, text in files.items()
+        "version": f"{version}+{_local_version}" if _local_version else version,
+        "dependencies": [oldest if _state == "sdist" else f"torch=={support['minor_of'](ark_cmake.torch_version())}.*"],
+        "optional-dependencies": {
+            name: [bare for line in text.splitlines() if (bare := re.sub(r"(^|\s)#.*", "", line).strip())]
+            for name, text in extras.items()
+        },
     }
 
 
-def dynamic_wheel(field: str, settings: Mapping[str, Any]) -> bool:
-    """Whether a wheel's field may differ from the sdist's."""
-    return field == "dependencies"
+def dynamic_wheel(settings: Mapping[str, Any]) -> dict[str, bool]:
+    """The fields in which a wheel may differ from the sdist."""
+    return {"dependencies": True}
 
 
 def get_requires_for_build_sdist(config_settings: Settings = None) -> list[str]:
@@ -83,8 +89,6 @@ get_requires_for_build_editable = get_requires_for_build_wheel
 
 
 def build_sdist(sdist_directory: str, config_settings: Settings = None) -> str:
-    global _any_torch
-    _any_torch = True
     return str(skbuild.build_sdist(sdist_directory, dict(config_settings or {})))
 
 
