@@ -56,7 +56,7 @@ def build_state(state: str) -> None:
 
 
 def dynamic_metadata(settings: Mapping[str, Any], project: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `dynamic` in pyproject.toml. An sdist serves every PyTorch, a wheel the one it was built against."""
+    """The fields of `dynamic` in pyproject.toml. An sdist serves every PyTorch, a wheel the one it is built against."""
     version = str(runpy.run_path("ark_torch/_version.py")["__version__"])
     support = ark_cmake.SUPPORT
     oldest = f"torch>={support['SUPPORTED_MINORS'][0]}"
