@@ -11,11 +11,11 @@ STAMP := $(VENV)/.ark-setup
 PYTEST := $(PY) -m pytest
 PIP := $(PY) -m pip install -q --disable-pip-version-check
 
-# Debian package names: C++ compiler, CPython's headers and venv, CMake and GoogleTest for the C++ tests. ccache and
+# Debian package names: C++ compiler, CPython's headers and venv, CMake; GoogleTest for the C++ tests. ccache and
 # Ninja speed up rebuilds; iproute2 creates the network namespaces of one test.
 SYSTEM_PACKAGES := g++ make python3-dev python3-venv cmake ninja-build libgtest-dev ccache iproute2
 
-SOURCES := $(shell find csrc ark_torch/kernels -name '*.cpp' -o -name '*.hpp' -o -name '*.cuh')
+SOURCES := CMakeLists.txt $(shell find csrc ark_torch/kernels -name '*.cpp' -o -name '*.hpp' -o -name '*.cuh')
 BUILT := ark_torch/_build_info.py
 
 .PHONY: help setup build demo test test-quick test-nightly test-cpp test-cpp-plain test-cpp-thread test-cpp-address
@@ -27,7 +27,7 @@ help: ## this list
 
 setup: $(STAMP) build ## creates .venv with all that is needed, and builds the extension
 
-$(STAMP): pyproject.toml requirements/dev.txt setup.py Makefile ark_torch/_version.py
+$(STAMP): pyproject.toml requirements/dev.txt Makefile ark_torch/_version.py
 	@test -n "$(PYTHON)" || { echo "No python3 found: install Python 3.10 or newer (Debian: apt-get install python3 python3-venv python3-dev)."; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "$(PYTHON) is too old: ark_torch needs Python 3.10 or newer (make setup PYTHON=/path/to/python3)."; exit 1; }
 	@missing=""; if command -v dpkg-query >/dev/null; then \
@@ -42,13 +42,13 @@ $(STAMP): pyproject.toml requirements/dev.txt setup.py Makefile ark_torch/_versi
 	else for c in c++ cmake make; do command -v $$c >/dev/null || { echo "Please install $$c (Debian names of all that is needed: $(SYSTEM_PACKAGES))."; exit 1; }; done; fi
 	@test -x $(PY) || { echo "Creating $(VENV)"; "$(PYTHON)" -m venv $(VENV); }
 	@echo "Installing $(TORCH) and the tools of development"
-	@$(PIP) "$(TORCH)" "setuptools>=77" "ninja>=1.11"
+	@$(PIP) "$(TORCH)" "ninja>=1.11"
 	@$(PY) setup.py -q build_ext --inplace & build=$$!; \
 	  $(PIP) -r requirements/dev.txt; tools=$$?; wait $$build && exit $$tools
 	@$(PIP) --no-build-isolation --no-deps -e .
 	@touch $(BUILT) $@
 
-# Builds the extension if a source is newer. setup.py decides file by file what to compile.
+# Builds the extension if a source is newer. Ninja decides file by file what to compile.
 build: $(BUILT)
 
 $(BUILT): $(SOURCES) | $(STAMP)
@@ -111,33 +111,31 @@ test-kernels: setup ## every instantiation of every CUDA kernel for six architec
 test-cpp test-cpp-plain test-cpp-thread test-cpp-address: export ARK_TEST_NIGHT := 1
 test-cpp: test-cpp-plain test-cpp-thread test-cpp-address ## C++ tests: the library as built alone, ThreadSanitizer, Address and UB Sanitizer
 
-# Links what setup.py has already compiled, and compiles the tests folder by folder. The longest tests run at night, and
+# In the build folder of the extension, whose objects they link; the tests are compiled folder by folder. The longest tests run at night, and
 # so do most random cases (tests/csrc/support/night.hpp).
 test-cpp-gate: CTEST_FLAGS := -E "(RandomOperations|AllKindsInMany).*/[4-8](Plain|Registered)|AThousandGroups|KilledAtAnyTime|CostsTest.(Damage|OfEach|Equal|Plausible)|AttentionTest.WorkersDo"
 test-cpp-gate: setup
 	@export ARK_TEST_CXX="$$(PYTHONPATH=tests $(PY) -m support.precompiled)"; \
-	$(call cpp_tests,gate,-DARK_CORE_ARCHIVE="$$(ls -t $(CURDIR)/build/objects-*/libark_core.a | head -n 1)" -DARK_WITH_TORCH=OFF $(UNITY))
-	@$(call cpp_tests,thread,-DARK_SANITIZE=thread -DARK_WITH_TORCH=OFF $(UNITY))
+	$(call cpp_tests,extension,-DARK_BUILD_TESTS=ON)
+	@$(call cpp_tests,cpp-thread,-DARK_SANITIZE=thread)
 
 # Compiles each file separately, so that none depends on another's includes, with libark_torch and a program that uses
 # it.
 test-cpp-plain: setup
-	@$(call cpp_tests,plain,-DCMAKE_PREFIX_PATH="$$($(PY) -c 'import torch; print(torch.utils.cmake_prefix_path)')")
+	@$(call cpp_tests,cpp-plain,-DARK_UNITS=OFF -DCMAKE_PREFIX_PATH="$$($(PY) -c 'import torch; print(torch.utils.cmake_prefix_path)')")
 	@ln -sf build/cpp-plain/compile_commands.json compile_commands.json
 
 test-cpp-thread: setup
-	@$(call cpp_tests,thread,-DARK_SANITIZE=thread -DARK_WITH_TORCH=OFF $(UNITY))
+	@$(call cpp_tests,cpp-thread,-DARK_SANITIZE=thread)
 
 test-cpp-address: setup
-	@$(call cpp_tests,address,-DARK_SANITIZE=address -DARK_WITH_TORCH=OFF $(UNITY))
-
-UNITY := -DCMAKE_UNITY_BUILD=ON -DCMAKE_UNITY_BUILD_BATCH_SIZE=6
+	@$(call cpp_tests,cpp-address,-DARK_SANITIZE=address)
 
 define cpp_tests
 echo "C++ tests, $(1)"; \
-PATH="$(abspath $(VENV))/bin:$$PATH" cmake -S . -B build/cpp-$(1) -G Ninja $(2) >build/cpp-$(1).log 2>&1 || { cat build/cpp-$(1).log; exit 1; }; \
-cmake --build build/cpp-$(1) >build/cpp-$(1).log 2>&1 || { cat build/cpp-$(1).log; exit 1; }; \
-ctest --test-dir build/cpp-$(1) --output-on-failure -j $$(($(JOBS) + 1)) $(CTEST_FLAGS)
+PATH="$(abspath $(VENV))/bin:$$PATH" cmake -S . -B build/$(1) -G Ninja $(2) >build/$(1).log 2>&1 || { cat build/$(1).log; exit 1; }; \
+cmake --build build/$(1) >build/$(1).log 2>&1 || { cat build/$(1).log; exit 1; }; \
+ctest --test-dir build/$(1) --output-on-failure -j $$(($(JOBS) + 1)) $(CTEST_FLAGS)
 endef
 
 docs: setup ## the documentation as web pages, in build/site

@@ -5,7 +5,7 @@ A minor version older than the tested ones is refused; a newer one is accepted w
 
 PyTorch's C++ classes change between minor versions, so one binary serves one minor version (CPU and CUDA builds alike).
 The build records its PyTorch in _build_info.py, and the import compares the two before it loads the extension: a
-mismatch would otherwise show as undefined symbols or a crash. Standard library only: setup.py reads this file too.
+mismatch would otherwise show as undefined symbols or a crash. Standard library only: the build reads this file too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def untested(torch_version: str) -> str | None:
     """The warning for a PyTorch newer than all tested versions; None otherwise."""
     if _order(minor_of(torch_version)) <= _order(SUPPORTED_MINORS[-1]):
         return None
-    # Loaded by path: setup.py reads this file and cannot import the package.
+    # Loaded by path: the build reads this file and cannot import the package.
     own = runpy.run_path(str(Path(__file__).with_name("_version.py")))["__version__"]
     return (
         f"PyTorch {torch_version} is not tested with ark_torch {own}, which knows {supported_text()}: if "
@@ -71,7 +71,7 @@ def no_torch(interpreter: str, why: str = "no module named torch") -> str:
     return (
         f"ark_torch is built against the PyTorch of its environment, and {interpreter} finds none ({why}): install it "
         f"first (python -m pip install 'torch=={SUPPORTED_MINORS[-1]}.*'); if it is installed (uv, or a machine "
-        "without a network), add --no-build-isolation, with setuptools and ninja installed."
+        "without a network), add --no-build-isolation, with scikit-build-core, cmake and ninja installed."
     )
 
 

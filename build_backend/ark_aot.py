@@ -106,11 +106,16 @@ def add_to_wheel(wheel: Path) -> None:
                     new.writestr(entry, old.read(entry), zipfile.ZIP_DEFLATED)
             for path in files:
                 name, data = f"ark_torch/prebuilt/{path.name}", path.read_bytes()
-                digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-                lines.insert(-1, f"{name},sha256={digest},{len(data)}")
+                lines.insert(-1, record_line(name, data))
                 new.writestr(stamped(name, old.getinfo(record)), data, zipfile.ZIP_DEFLATED)
             new.writestr(old.getinfo(record), "\n".join(lines) + "\n", zipfile.ZIP_DEFLATED)
         packed.replace(wheel)
+
+
+def record_line(name: str, data: bytes) -> str:
+    """What a wheel's RECORD says of a file."""
+    digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+    return f"{name},sha256={digest},{len(data)}"
 
 
 def stamped(name: str, like: zipfile.ZipInfo) -> zipfile.ZipInfo:

@@ -23,14 +23,16 @@ if(NOT LIBTORCH_ROOT)
   endif()
 endif()
 
+# NO_CACHE: a build folder may be configured for another PyTorch next time.
 find_path(LIBTORCH_INCLUDE_DIR torch/csrc/distributed/c10d/Backend.hpp
-  HINTS "${LIBTORCH_ROOT}/include" NO_DEFAULT_PATH)
-foreach(_name IN ITEMS c10 torch_cpu torch)
-  find_library(LIBTORCH_${_name} ${_name} HINTS "${LIBTORCH_ROOT}/lib" NO_DEFAULT_PATH)
+  HINTS "${LIBTORCH_ROOT}/include" NO_DEFAULT_PATH NO_CACHE)
+foreach(_name IN ITEMS c10 torch_cpu torch torch_python)
+  find_library(LIBTORCH_${_name} ${_name} HINTS "${LIBTORCH_ROOT}/lib" NO_DEFAULT_PATH NO_CACHE)
 endforeach()
 if(LIBTORCH_INCLUDE_DIR AND EXISTS "${LIBTORCH_ROOT}/version.py")
   file(STRINGS "${LIBTORCH_ROOT}/version.py" _line REGEX "^__version__ = ")
-  string(REGEX REPLACE ".*'([0-9.]+).*'.*" "\\1" LibTorch_VERSION "${_line}")
+  string(REGEX REPLACE ".*'(.+)'.*" "\\1" LibTorch_VERSION_FULL "${_line}")
+  string(REGEX MATCH "^[0-9.]+" LibTorch_VERSION "${LibTorch_VERSION_FULL}")
 endif()
 
 include(FindPackageHandleStandardArgs)

@@ -93,14 +93,10 @@ def tools_environment(interpreter: str) -> Path:
 
 
 def build(python: Path, torch: str, folder: Path) -> Path:
-    """A wheel as setuptools names it, with the local version."""
-    minor = ".".join(torch.split(".")[:2])
-    tag = folder / "tag.cfg"
-    tag.write_text(f"[egg_info]\ntag_build = +torch{minor}\n")
-    pip(python, "wheel", "-q", "--no-deps", "--no-cache-dir", "-w", folder, ROOT, DIST_EXTRA_CONFIG=str(tag))
+    """A wheel with the local version."""
+    local = "torch" + ".".join(torch.split(".")[:2])
+    pip(python, "wheel", "-q", "--no-deps", "--no-cache-dir", "-w", folder, "-C", f"local-version={local}", ROOT)
     (wheel,) = folder.glob("*.whl")
-    if f"+torch{minor}-" not in wheel.name:
-        raise Failed(f"{wheel.name} has no local version +torch{minor}: setuptools did not take {tag}")
     return wheel
 
 

@@ -80,7 +80,20 @@ class Tree:
     def build_programs(self, kind: str, targets: Sequence[str]) -> None:
         folder = f"build/cpp-{kind}"
         if kind not in self._configured:
-            self._build(["cmake", "-S", ".", "-B", folder, "-G", "Ninja", "-DARK_WITH_TORCH=OFF", *FLAGS[kind]])
+            self._build(
+                [
+                    "cmake",
+                    "-S",
+                    ".",
+                    "-B",
+                    folder,
+                    "-G",
+                    "Ninja",
+                    "-DARK_WITH_TORCH=OFF",
+                    "-DARK_UNITS=OFF",
+                    *FLAGS[kind],
+                ]
+            )
             self._configured.add(kind)
         self._build(["cmake", "--build", folder, "--target", *targets])
 

@@ -33,7 +33,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(folder.glob("*.whl"))
 
 
-@pytest.mark.changed("setup.py", "pyproject.toml", "MANIFEST.in", "requirements/*", "build_backend/*")
+@pytest.mark.changed("CMakeLists.txt", "setup.py", "pyproject.toml", "requirements/*", "build_backend/*")
 @needs_nvcc
 @pytest.mark.timeout(600)
 def test_the_wheel_holds_each_kernel_three_times(wheel: Path) -> None:
@@ -81,7 +81,7 @@ def _find(python: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([python, "-c", FIND], env=variables, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.changed("setup.py", "pyproject.toml", "MANIFEST.in", "requirements/*", "build_backend/*")
+@pytest.mark.changed("CMakeLists.txt", "setup.py", "pyproject.toml", "requirements/*", "build_backend/*")
 @needs_nvcc
 @pytest.mark.timeout(600)
 def test_an_installation_compiles_nothing(installed: Path, tmp_path: Path) -> None:

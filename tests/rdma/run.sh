@@ -14,8 +14,7 @@ export GUEST_OUT=${GUEST_OUT:-$work/guest}
 failed=0
 
 engine() {
-  local archive; archive=$(ls -t build/objects-*/libark_core.a | head -n 1)
-  "${CXX:-c++}" -std=c++20 -O1 -w -Icsrc -Iark_torch/kernels tests/rdma/engine_test.cpp "$archive" \
+  "${CXX:-c++}" -std=c++20 -O1 -w -Icsrc -Iark_torch/kernels tests/rdma/engine_test.cpp build/extension/libark_core.a \
     -lgtest -lgtest_main -pthread -ldl -o "$work/engine_tests"
   GUEST_SECONDS=${GUEST_SECONDS:-240} tests/rdma/guest.sh "$work/engine_tests"
 }

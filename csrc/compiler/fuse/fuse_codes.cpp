@@ -12,8 +12,6 @@ namespace ark::compiler {
 
 namespace {
 
-constexpr int64_t kFewRows = 16;  // as in fuse_matrix.cpp
-
 std::string name_of(const Codes& codes, ScalarType type) {
   const std::string coded = codes.bits == 4 ? "int4" : type == ScalarType::e4m3 ? "float8" : "int8";
   return coded + " linear";
@@ -44,7 +42,7 @@ Stage dequant_matmul_stage(Graph& graph, const Node& node) {
   codes.group = grouped < 0 ? body.k : body.k / graph.values()[grouped].shape[0];
   if (node.flag("biased")) body.bias = view_value(graph, with_lead(graph.values()[node.inputs[next]], {body.m}, 1));
   Stage stage;
-  body.axis = body.m <= kFewRows || body.n >= 4 * body.m ? MatmulStage::Axis::columns : MatmulStage::Axis::rows;
+  body.axis = body.m <= kFewProductRows || body.n >= 4 * body.m ? MatmulStage::Axis::columns : MatmulStage::Axis::rows;
   const bool columns = body.axis == MatmulStage::Axis::columns;
   stage.extent = columns ? body.n : body.m;
   if (columns) stage.grain = std::max(line_elements(graph.values()[body.out]), codes.block);

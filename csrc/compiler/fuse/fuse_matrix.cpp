@@ -11,7 +11,6 @@ namespace ark::compiler {
 
 namespace {
 
-constexpr int64_t kFewRows = 16;    // up to this many rows, products are cut by columns: every weight is read once
 constexpr int64_t kManyRows = 256;  // from this many on, by rows
 
 bool all_merge(const std::vector<Value*>& values, size_t outer, int64_t inner_size) {
@@ -65,7 +64,7 @@ void choose_axis(const Value& out, const Shape& lead, int64_t m, int64_t n, Matm
   const auto longest = std::max_element(lead.begin(), lead.end());
   const int64_t line = line_elements(out);
   const int64_t by_columns = (n + line - 1) / line;
-  const bool wide = m <= kFewRows || (m < kManyRows && n >= 4 * m);
+  const bool wide = m <= kFewProductRows || (m < kManyRows && n >= 4 * m);
   const auto rank = static_cast<int>(lead.size());
   if (longest != lead.end() && (*longest >= 8 || *longest >= std::max(m, by_columns))) {
     body.axis = Axis::batch;

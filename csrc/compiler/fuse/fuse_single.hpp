@@ -2,12 +2,15 @@
 // (fuse_indexed.cpp), attention, collectives.
 #pragma once
 
+#include <cstdint>
 #include <vector>
 
 #include "compiler/graph/graph.hpp"
 #include "compiler/graph/stage.hpp"
 
 namespace ark::compiler {
+
+constexpr int64_t kFewProductRows = 16;  // up to this many rows, products are cut by columns: every weight is read once
 
 // May add values to the graph. Throws Error(invalid_argument) for a node of another kind.
 Stage single_stage(Graph& graph, int node);
