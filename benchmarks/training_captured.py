@@ -2,14 +2,15 @@
 
 The rival is eager DistributedDataParallel, or FSDP2, over NCCL (Gloo on CPUs). `captured_NAME` is the captured step of
 the same module over group NAME. `free` is the captured step of each rank alone, without communication. Only one
-contender at a time holds memory, and all take turns in each round.
+contender at a time holds memory, and all take turns in each round. --ablate adds the step over ark without a part:
+`copied` copies every gradient into a bucket, `together` updates no parameter before all averages are there.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +21,26 @@ from training_subject import FREE, Groups, Subject, same_gradients, timed
 from training_wrapped import compressing, ddp_step, fsdp2_step, gradient_sum, shard
 
 from ark_torch.distributed import compression
-from ark_torch.train import CapturedStep, capture
+from ark_torch.train import CapturedStep, buckets, capture, optimizers
+
+ABLATIONS: dict[str, tuple[Any, str, Any]] = {  # what replaces which part
+    "copied": (buckets, "DIRECT", 1 << 62),
+    "together": (optimizers, "is_by_parameter", lambda optimizer: False),
+}
+
+
+@contextlib.contextmanager
+def without(part: str) -> Iterator[None]:
+    if not part:
+        yield
+        return
+    module, name, value = ABLATIONS[part]
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
 
 
 def captured_step(
@@ -49,6 +69,8 @@ def run_captured(subject: Subject, groups: Groups, mode: str, arguments: argpars
     contenders |= {f"captured_{name}": group for name, group in groups.items() if name != FREE}
     compressed = {f"captured_ark_{bits}_bit": bits for bits in arguments.bits}
     contenders |= dict.fromkeys(compressed, groups["ark"])
+    ablated = {f"captured_ark_{part}": part for part in ABLATIONS if arguments.ablate and not sharded}
+    contenders |= dict.fromkeys(ablated, groups["ark"])
     contenders[FREE] = alone
     model = subject.model()
     taken: dict[str, list[float]] = {name: [] for name in contenders}
@@ -71,11 +93,12 @@ def run_captured(subject: Subject, groups: Groups, mode: str, arguments: argpars
             else:
                 captured = captured_step(subject, model, group, arguments.bucket_mb, sharded, compressed.get(name))
                 step = lambda captured=captured: captured(subject.tokens)  # noqa: E731
-            for _ in range(5):  # the warm-up, the capture, a replay
-                step()
-            if captured is not None and subject.gpu and not captured.captured:
-                raise RuntimeError(f"{name} is not captured: {captured.reason}")
-            taken[name].append(timed(subject, step, arguments.steps))
+            with without(ablated.get(name, "")):
+                for _ in range(5):  # the warm-up, the capture, a replay
+                    step()
+                if captured is not None and subject.gpu and not captured.captured:
+                    raise RuntimeError(f"{name} is not captured: {captured.reason}")
+                taken[name].append(timed(subject, step, arguments.steps))
             if turn == 0 and name != FREE:
                 sums[name] = gradient_sum(model)
             if subject.gpu:
