@@ -79,7 +79,8 @@ class Buckets:
         self._in_place: set[int] = set()  # addresses of gradients that this step averages in place
         self._works: list[tuple[Any, Tensor]] = []
         self._divides = False  # whether the group cannot average, so that gradients are divided
-        self._storages: list[Tensor] = []
+        self._storages: dict[torch.dtype, Tensor] = {}
+        self._planned: tuple[list[int], set[int]] = ([], set())  # the order of gradients, and those averaged in place
         hook = self._came_for
         self._handles = [
             parameter.register_post_accumulate_grad_hook(hook(number))  # type: ignore[no-untyped-call]
@@ -160,7 +161,7 @@ class Buckets:
         if self.registered:
             from ark_torch.distributed import deregister
 
-            for storage in self._storages:
+            for storage in self._storages.values():
                 deregister(storage, self._group)
             self.registered = False
 
@@ -283,7 +284,8 @@ class Buckets:
         anywhere = {n for _, has, _, _ in told for n, there in enumerate(has) if there}
         order = [n for n in told[0][0] if n in anywhere]
         order += [n for n in reversed(range(len(self._parameters))) if n in anywhere and n not in set(order)]
-        self._plan(order, set(told[0][3]).intersection(*(direct for *_, direct in told)))
+        self._planned = order, set(told[0][3]).intersection(*(direct for *_, direct in told))
+        self._plan(*self._planned)
         self._allocate()
         self._divides = not self._can_average()
         if self.sums is not None:
@@ -291,6 +293,17 @@ class Buckets:
         for bucket in self.buckets:
             bucket.complete = False
         self._built = True
+
+    def resize(self, limit_bytes: int) -> None:
+        """Other buckets of the same gradients, between two steps; not after a graph was captured that is still used."""
+        self._limit = limit_bytes
+        if not self._built:
+            return
+        self.buckets.clear()
+        self._of.clear()
+        self._views.clear()
+        self._plan(*self._planned)
+        self._allocate()
 
     def _candidates(self) -> list[int]:
         """Parameters whose gradients could be averaged in place on this rank, by what the first step has left."""
@@ -339,14 +352,18 @@ class Buckets:
             self._late_from = index
 
     def _allocate(self) -> None:
-        """One tensor per dtype, sliced into buckets, so that there is one registration."""
+        """One tensor per dtype, sliced into buckets, so that there is one registration.
+
+        It has room for the gaps between buckets of any size (resize()).
+        """
         copied = [bucket for bucket in self.buckets if not bucket.direct]
         for dtype in dict.fromkeys(self._parameters[bucket.members[0]].dtype for bucket in copied):
             buckets = [one for one in copied if self._parameters[one.members[0]].dtype == dtype]
             step = max(1, ALIGNMENT // dtype.itemsize)
             sizes = [-(-one.bytes // dtype.itemsize // step) * step for one in buckets]
-            storage = self._storage(sum(sizes), dtype)
-            self._storages.append(storage)
+            if dtype not in self._storages:
+                self._storages[dtype] = self._storage(sum(sizes) + step * len(self._parameters), dtype)
+            storage = self._storages[dtype]
             at = 0
             for bucket, size in zip(buckets, sizes, strict=True):
                 bucket.flat = storage[at : at + bucket.bytes // dtype.itemsize]
