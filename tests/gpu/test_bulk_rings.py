@@ -1,4 +1,4 @@
-"""Collectives of few blocks, by bulk rings and by rings of chunks: unchanged bits, and lost peers are reported as usual.
+"""Collectives of few blocks, by bulk rings and by rings of chunks: unchanged bits; lost peers are reported as usual.
 
 The dispatch here uses bulk rings for every size. The measured table does so on three and four ranks, for large ones.
 """
