@@ -4,6 +4,7 @@ The rival is eager DistributedDataParallel, or FSDP2, over NCCL (Gloo on CPUs). 
 the same module over group NAME. `free` is the captured step of each rank alone, without communication. Only one
 contender at a time holds memory, and all take turns in each round. --ablate adds the step over ark without a part:
 `copied` copies every gradient into a bucket, `together` updates no parameter before all averages are there.
+--direct-mb changes the size from which gradients are averaged in place.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ def run_captured(subject: Subject, groups: Groups, mode: str, arguments: argpars
     rank, sharded = subject.rank, mode == "captured_fsdp2"
     rival = next(name for name in groups if name in ("nccl", "gloo"))
     alone = [dist.new_group([member], backend="ark") for member in range(rank.ranks)][rank.rank]
+    if arguments.direct_mb is not None:
+        buckets.DIRECT = int(arguments.direct_mb * (1 << 20))
     contenders = {rival: groups[rival]}
     contenders |= {f"captured_{name}": group for name, group in groups.items() if name != FREE}
     compressed = {f"captured_ark_{bits}_bit": bits for bits in arguments.bits}
