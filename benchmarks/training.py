@@ -85,6 +85,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=6, help="a round (default: 6)")
     parser.add_argument("--bucket-mb", type=float, default=50, help="of graph and eager mode (default: 50)")
     parser.add_argument("--bits", type=int, nargs="+", default=[], help="captured, ddp, fsdp2: bits of gradients")
+    parser.add_argument("--direct-mb", type=float, help="captured: gradients from here on are averaged in place")
+    parser.add_argument("--ablate", action="store_true", help="captured: also without single parts of the step")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="plain modules without Inductor")
     parser.add_argument("--no-bandwidth", dest="bandwidth", action="store_false", help="time no single all-reduce")
     parser.add_argument("--busy", action="store_true", help="every core of this process has other work, too")

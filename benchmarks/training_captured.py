@@ -2,14 +2,17 @@
 
 The rival is eager DistributedDataParallel, or FSDP2, over NCCL (Gloo on CPUs). `captured_NAME` is the captured step of
 the same module over group NAME. `free` is the captured step of each rank alone, without communication. Only one
-contender at a time holds memory, and all take turns in each round.
+contender at a time holds memory, and all take turns in each round. --ablate adds the step over ark without a part:
+`copied` copies every gradient into a bucket, `together` updates no parameter before all averages are there, `plain`
+(captured_fsdp2) gathers parameters into memory that is not registered.
+--direct-mb changes the size from which gradients are averaged in place.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,11 +23,30 @@ from training_subject import FREE, Groups, Subject, same_gradients, timed
 from training_wrapped import compressing, ddp_step, fsdp2_step, gradient_sum, shard
 
 from ark_torch.distributed import compression
-from ark_torch.train import CapturedStep, capture
+from ark_torch.train import CapturedStep, buckets, capture, optimizers
+
+ABLATIONS: dict[str, tuple[Any, str, Any]] = {  # what replaces which part
+    "copied": (buckets, "DIRECT", 1 << 62),
+    "together": (optimizers, "is_by_parameter", lambda optimizer: False),
+}
+
+
+@contextlib.contextmanager
+def without(part: str) -> Iterator[None]:
+    if part not in ABLATIONS:
+        yield
+        return
+    module, name, value = ABLATIONS[part]
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
 
 
 def captured_step(
-    subject: Subject, model: nn.Module, group: Any, bucket_mb: float, sharded: bool, bits: int | None
+    subject: Subject, model: nn.Module, group: Any, bucket_mb: float, sharded: bool, bits: int | None, registered: bool
 ) -> CapturedStep:
     if sharded:
         shard(subject, model, group)
@@ -38,17 +60,22 @@ def captured_step(
             value: torch.Tensor = module(tokens)
         return value
 
-    return capture(model, subject.optimizer(model), loss, group=group, bucket_mb=bucket_mb)
+    return capture(model, subject.optimizer(model), loss, group=group, bucket_mb=bucket_mb, registered=registered)
 
 
 def run_captured(subject: Subject, groups: Groups, mode: str, arguments: argparse.Namespace) -> list[Row]:
     rank, sharded = subject.rank, mode == "captured_fsdp2"
     rival = next(name for name in groups if name in ("nccl", "gloo"))
     alone = [dist.new_group([member], backend="ark") for member in range(rank.ranks)][rank.rank]
+    if arguments.direct_mb is not None:
+        buckets.DIRECT = int(arguments.direct_mb * (1 << 20))
     contenders = {rival: groups[rival]}
     contenders |= {f"captured_{name}": group for name, group in groups.items() if name != FREE}
     compressed = {f"captured_ark_{bits}_bit": bits for bits in arguments.bits}
     contenders |= dict.fromkeys(compressed, groups["ark"])
+    parts = () if not arguments.ablate else ("plain",) if sharded else tuple(ABLATIONS)
+    ablated = {f"captured_ark_{part}": part for part in parts}
+    contenders |= dict.fromkeys(ablated, groups["ark"])
     contenders[FREE] = alone
     model = subject.model()
     taken: dict[str, list[float]] = {name: [] for name in contenders}
@@ -69,13 +96,15 @@ def run_captured(subject: Subject, groups: Groups, mode: str, arguments: argpars
             elif name == rival:
                 step = ddp_step(subject, model, subject.optimizer(model), group, name, None)
             else:
-                captured = captured_step(subject, model, group, arguments.bucket_mb, sharded, compressed.get(name))
+                bits, registered = compressed.get(name), ablated.get(name) != "plain"
+                captured = captured_step(subject, model, group, arguments.bucket_mb, sharded, bits, registered)
                 step = lambda captured=captured: captured(subject.tokens)  # noqa: E731
-            for _ in range(5):  # the warm-up, the capture, a replay
-                step()
-            if captured is not None and subject.gpu and not captured.captured:
-                raise RuntimeError(f"{name} is not captured: {captured.reason}")
-            taken[name].append(timed(subject, step, arguments.steps))
+            with without(ablated.get(name, "")):
+                for _ in range(5):  # the warm-up, the capture, a replay
+                    step()
+                if captured is not None and subject.gpu and not captured.captured:
+                    raise RuntimeError(f"{name} is not captured: {captured.reason}")
+                taken[name].append(timed(subject, step, arguments.steps))
             if turn == 0 and name != FREE:
                 sums[name] = gradient_sum(model)
             if subject.gpu:

@@ -16,9 +16,10 @@ class Before:
     def __init__(self, step: Step) -> None:
         self._step = step
         self._gradients = [(p, p.grad) for _, p in step.subject.parameters()]
-        if step.buckets is None and step.subject.device.type == "cuda":
-            # The next step discards the gradients of the last one, so the capture may use their memory.
-            self._gradients = [(p, None) for p, _ in self._gradients]
+        if step.subject.device.type == "cuda":
+            # The next step discards the gradients of the last one, so the capture may use their memory, except buckets.
+            discarded = set(step.buckets.direct) if step.buckets is not None else {p for p, _ in self._gradients}
+            self._gradients = [(p, None if p in discarded else g) for p, g in self._gradients]
             step.clear_gradients()
         self._random = random.getstate()
         self._generator = torch.get_rng_state()

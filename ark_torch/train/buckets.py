@@ -4,7 +4,10 @@ The first step runs without buckets to find the order of gradients. The ranks th
 parameters have no gradient on any rank (those stay without one). From then on each parameter's gradient is a view into
 a bucket. When a bucket's last gradient is ready, one operator copies all of them from autograd's tensors to their
 views, and the all_reduce follows on a high-priority stream. Accumulating in place would instead zero and read the
-views.
+views. A gradient as large as a bucket is not copied: it is averaged where autograd left it.
+
+The last buckets may still be averaged while the optimizer already updates the parameters of all others (late(),
+finish()).
 
 Invariant: all ranks reduce buckets in the same order, whatever the order of gradients, and each step reduces each
 bucket once. Hooks do nothing outside a step.
@@ -13,6 +16,7 @@ bucket once. Hooks do nothing outside a step.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -26,14 +30,17 @@ from ark_torch.train.compressed import CompressedSums
 from ark_torch.train.models import Subject
 
 ALIGNMENT = 512  # bytes; bucket alignment, for copies of any width
+DIRECT = 24 << 20  # bytes of a gradient that is averaged in place: below, one all_reduce for several is sooner
+LATE = 0.25  # most of all bytes for which the optimizer waits apart
 
 
 class Bucket:
     """Consecutive parameters in gradient order, of one dtype."""
 
-    def __init__(self) -> None:
+    def __init__(self, direct: bool = False) -> None:
         self.members: list[int] = []
         self.bytes = 0
+        self.direct = direct  # the gradient itself, not a copy
         self.flat = torch.empty(0)
         self.left = 0  # members whose gradient is not ready yet
         self.complete = False
@@ -66,9 +73,14 @@ class Buckets:
         self._active = self._last = False
         self._came: set[int] = set()
         self._next = 0  # the next bucket to reduce
+        self._late_from = 0  # the first of the last buckets
+        self._unfinished = False  # those may still run
+        self._sooner: Any = None  # the event after all others
+        self._in_place: set[int] = set()  # addresses of gradients that this step averages in place
         self._works: list[tuple[Any, Tensor]] = []
         self._divides = False  # whether the group cannot average, so that gradients are divided
-        self._storages: list[Tensor] = []
+        self._storages: dict[torch.dtype, Tensor] = {}
+        self._planned: tuple[list[int], set[int]] = ([], set())  # the order of gradients, and those averaged in place
         hook = self._came_for
         self._handles = [
             parameter.register_post_accumulate_grad_hook(hook(number))  # type: ignore[no-untyped-call]
@@ -81,12 +93,14 @@ class Buckets:
         """Called before a micro-batch's forward pass; `last`: its backward pass completes the gradients."""
         self._active, self._last = True, last
         self._came.clear()
+        self._in_place.clear()
         self._next = 0
         for bucket in self.buckets:
             bucket.left, bucket.complete = len(bucket.members), False
 
-    def end(self) -> None:
-        """Called after the backward pass: averages the rest, and makes the current stream wait for all averages."""
+    def end(self, waits: bool = True) -> None:
+        """Called after the backward pass: averages the rest, and makes the current stream wait for all averages, or
+        only for those of parameters that are not late()."""
         self._active = False
         if not self._last:
             return
@@ -96,13 +110,41 @@ class Buckets:
             if not bucket.complete:
                 self._complete(bucket)
         self._launch()
+        if waits or self._late_from == 0:
+            self.finish()
+        elif self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._sooner)
+            self._unfinished = True
+        else:
+            late = len(self.buckets) - self._late_from
+            self._wait_for(len(self._works) - late)
+            self._unfinished = True
+
+    def late(self) -> list[torch.nn.Parameter]:
+        """Parameters whose averages have not been waited for."""
+        if not self._unfinished:
+            return []
+        return [self._parameters[number] for bucket in self.buckets[self._late_from :] for number in bucket.members]
+
+    def finish(self) -> None:
+        """Makes the current stream wait for all averages."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        for work, flat in self._works:
+        self._wait_for(len(self._works))
+        self._unfinished = False
+
+    def _wait_for(self, count: int) -> None:
+        """Waits for the first works (on CPUs)."""
+        for work, flat in self._works[:count]:
             work.wait()
             if self._divides:
                 flat.div_(self._agreement.ranks)
-        self._works.clear()
+        del self._works[:count]
+
+    @property
+    def direct(self) -> list[torch.nn.Parameter]:
+        """Parameters whose gradients are averaged where autograd left them."""
+        return [self._parameters[bucket.members[0]] for bucket in self.buckets if bucket.direct]
 
     def abandon(self) -> None:
         """Discards the state of a step that failed."""
@@ -110,6 +152,7 @@ class Buckets:
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self._works.clear()
+        self._unfinished = False
 
     def close(self) -> None:
         """Removes the hooks; gradients stay in place. Collective if the memory is registered."""
@@ -118,7 +161,7 @@ class Buckets:
         if self.registered:
             from ark_torch.distributed import deregister
 
-            for storage in self._storages:
+            for storage in self._storages.values():
                 deregister(storage, self._group)
             self.registered = False
 
@@ -156,6 +199,11 @@ class Buckets:
 
     def _complete(self, bucket: Bucket) -> None:
         """Moves all available gradients into the bucket; gradients missing on this rank count as zero."""
+        bucket.complete = True
+        if bucket.direct:
+            if self._last:
+                bucket.flat = self._in_place_of(bucket.members[0])
+            return
         into, gradients = [], []
         for number in bucket.members:
             parameter, view = self._parameters[number], self._views[number]
@@ -171,7 +219,23 @@ class Buckets:
                 parameter.grad = _as_gradient(view, parameter)
         if into:
             torch._foreach_copy_(into, gradients)
-        bucket.complete = True
+
+    def _in_place_of(self, number: int) -> Tensor:
+        """The gradient's memory. It must belong to the gradient alone, because the sum is written there."""
+        parameter = self._parameters[number]
+        gradient = parameter.grad
+        if gradient is None:
+            gradient = torch.zeros_like(parameter)
+        elif not _is_alone(gradient) or gradient.stride() != parameter.stride():
+            gradient = torch.empty_like(parameter).copy_(gradient)
+        if gradient.data_ptr() in self._in_place:
+            raise RuntimeError(
+                f"ark: train.capture: the gradient of {self._names[number]!r} has the memory of another one, and had "
+                "its own in the first step: capture() again."
+            )
+        self._in_place.add(gradient.data_ptr())
+        parameter.grad = gradient
+        return gradient.as_strided((gradient.numel(),), (1,))
 
     def _launch(self) -> None:
         """Reduces the complete buckets, in the order shared by all ranks."""
@@ -181,6 +245,8 @@ class Buckets:
             if self._stream is None:
                 self._average(bucket)
                 continue
+            if self._next == self._late_from + 1:
+                self._sooner = self._stream.record_event()
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
                 self._average(bucket)
@@ -207,17 +273,19 @@ class Buckets:
         sparse = [
             n for n, p in zip(self._names, self._parameters, strict=True) if p.grad is not None and p.grad.is_sparse
         ]
-        told = [json.loads(text) for text in self._agreement.share(json.dumps([self._order, present, sparse[:1]]))]
-        for rank, (_, _, names) in enumerate(told):
+        mine = [self._order, present, sparse[:1], self._candidates()]
+        told = [json.loads(text) for text in self._agreement.share(json.dumps(mine))]
+        for rank, (_, _, names, _) in enumerate(told):
             if names:
                 raise ValueError(
                     f"ark: train.capture: the gradient of {names[0]!r} is sparse on rank {rank}: buckets are dense; "
                     "make the embedding with sparse=False."
                 )
-        anywhere = {n for _, has, _ in told for n, there in enumerate(has) if there}
+        anywhere = {n for _, has, _, _ in told for n, there in enumerate(has) if there}
         order = [n for n in told[0][0] if n in anywhere]
         order += [n for n in reversed(range(len(self._parameters))) if n in anywhere and n not in set(order)]
-        self._plan(order)
+        self._planned = order, set(told[0][3]).intersection(*(direct for *_, direct in told))
+        self._plan(*self._planned)
         self._allocate()
         self._divides = not self._can_average()
         if self.sums is not None:
@@ -226,11 +294,46 @@ class Buckets:
             bucket.complete = False
         self._built = True
 
-    def _plan(self, order: list[int]) -> None:
+    def resize(self, limit_bytes: int) -> None:
+        """Other buckets of the same gradients, between two steps; not after a graph was captured that is still used."""
+        self._limit = limit_bytes
+        if not self._built:
+            return
+        self.buckets.clear()
+        self._of.clear()
+        self._views.clear()
+        self._plan(*self._planned)
+        self._allocate()
+
+    def _candidates(self) -> list[int]:
+        """Parameters whose gradients could be averaged in place on this rank, by what the first step has left."""
+        if self.sums is not None:
+            return []  # codes are of buckets
+        gradients = [p.grad for p in self._parameters if p.grad is not None and not p.grad.is_sparse]
+        users = Counter(_local(g, g).untyped_storage().data_ptr() for g in gradients)
+
+        def fits(parameter: torch.nn.Parameter) -> bool:
+            if isinstance(parameter, DTensor) or not _dense(parameter):
+                return False
+            if parameter.nbytes < min(self._limit, DIRECT):
+                return False
+            gradient = parameter.grad
+            if gradient is not None and gradient.is_sparse:
+                return False
+            return gradient is None or (_is_alone(gradient) and users[gradient.untyped_storage().data_ptr()] == 1)
+
+        return [number for number, parameter in enumerate(self._parameters) if fits(parameter)]
+
+    def _plan(self, order: list[int], direct: set[int]) -> None:
         """A bucket is closed when it has reached the limit; its last gradient decides its place in the order."""
         still_open: dict[torch.dtype, Bucket] = {}
         for number in order:
             parameter = self._parameters[number]
+            if number in direct:
+                self._of[number] = bucket = Bucket(direct=True)
+                bucket.members, bucket.bytes = [number], parameter.nbytes
+                self.buckets.append(bucket)
+                continue
             bucket = still_open.setdefault(parameter.dtype, Bucket())
             bucket.members.append(number)
             bucket.bytes += _local(parameter, parameter).nbytes
@@ -240,15 +343,27 @@ class Buckets:
         place = {number: at for at, number in enumerate(order)}
         self.buckets += sorted(still_open.values(), key=lambda bucket: place[bucket.members[-1]])
         self.buckets.sort(key=lambda bucket: place[bucket.members[-1]])
+        self._late_from = max(0, len(self.buckets) - 1)
+        late, most = 0, LATE * sum(bucket.bytes for bucket in self.buckets)
+        for index in reversed(range(1, len(self.buckets))):
+            late += self.buckets[index].bytes
+            if late > most:
+                break
+            self._late_from = index
 
     def _allocate(self) -> None:
-        """One tensor per dtype, sliced into buckets, so that there is one registration."""
-        for dtype in dict.fromkeys(self._parameters[bucket.members[0]].dtype for bucket in self.buckets):
-            buckets = [one for one in self.buckets if self._parameters[one.members[0]].dtype == dtype]
+        """One tensor per dtype, sliced into buckets, so that there is one registration.
+
+        It has room for the gaps between buckets of any size (resize()).
+        """
+        copied = [bucket for bucket in self.buckets if not bucket.direct]
+        for dtype in dict.fromkeys(self._parameters[bucket.members[0]].dtype for bucket in copied):
+            buckets = [one for one in copied if self._parameters[one.members[0]].dtype == dtype]
             step = max(1, ALIGNMENT // dtype.itemsize)
             sizes = [-(-one.bytes // dtype.itemsize // step) * step for one in buckets]
-            storage = self._storage(sum(sizes), dtype)
-            self._storages.append(storage)
+            if dtype not in self._storages:
+                self._storages[dtype] = self._storage(sum(sizes) + step * len(self._parameters), dtype)
+            storage = self._storages[dtype]
             at = 0
             for bucket, size in zip(buckets, sizes, strict=True):
                 bucket.flat = storage[at : at + bucket.bytes // dtype.itemsize]
@@ -286,6 +401,11 @@ class Buckets:
         except (RuntimeError, ValueError):
             return False
         return True
+
+
+def _is_alone(gradient: Tensor) -> bool:
+    """Whether the gradient's memory holds nothing else."""
+    return gradient.untyped_storage().nbytes() == gradient.nbytes and _dense(gradient)
 
 
 def _dense(tensor: Tensor) -> bool:

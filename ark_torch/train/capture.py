@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from ark_torch.train import models, optimizers
-from ark_torch.train.captured import MB, CapturedStep
+from ark_torch.train.captured import CapturedStep
 from ark_torch.train.ema import Averaging
 from ark_torch.train.step import Step
 
@@ -33,7 +33,7 @@ def capture(
     group: Any = None,
     warmup: int = 3,
     max_shapes: int = 8,
-    bucket_mb: float = 50.0,
+    bucket_mb: float | Literal["auto"] = "auto",
     registered: bool = True,
 ) -> CapturedStep:
     """A training step in a single launch by the host: `step = capture(model, optimizer, loss)`, then `step(batch)`.
@@ -70,8 +70,10 @@ def capture(
             rank alone averages nothing.
         warmup: number of eager calls before the first capture, at least 2; each further batch shape gets one.
         max_shapes: maximum number of batch shapes with a graph; others run eagerly, with a warning.
-        bucket_mb: bucket size in MB of gradients.
-        registered: whether buckets use memory that the group's ranks map, if ark carries CUDA tensors.
+        bucket_mb: bucket size in MB of gradients. "auto": the fastest of 25, 50 and 100 MB, which the first replays are
+            for; 50 MB on CPUs, for compressed gradients, and where few gradients are small.
+        registered: whether buckets, and what fully_shard gathers, use memory that the group's ranks map, if ark carries
+            CUDA tensors.
 
     Returns:
         A CapturedStep. `step(batch)` returns the loss as a new 0-d tensor on the model's device (with steps > 1 of
@@ -103,7 +105,8 @@ def capture(
     optimizers.check(optimizer, list(subject.module.parameters()))
     averaging = Averaging(after) if isinstance(after, AveragedModel) else None
     step = Step(subject, optimizer, loss, max_norm, scaler, None if averaging else after, averaging)
-    return CapturedStep(step, steps, accumulate, warmup, max_shapes, int(bucket_mb * MB), registered)
+    mb = None if bucket_mb == "auto" else float(bucket_mb)
+    return CapturedStep(step, steps, accumulate, warmup, max_shapes, mb, registered)
 
 
 def _is_schedule(model: Any) -> bool:
@@ -131,8 +134,9 @@ def _check(
             raise ValueError(f"ark: train.capture: {name} is {value!r}: pass a whole number from {least} on.")
     for name, value in (("max_norm", max_norm), ("bucket_mb", mb)):
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not (value is None and name == "max_norm") and not (number and 0 < value < float("inf")):
-            raise ValueError(f"ark: train.capture: {name} is {value!r}: pass a number above 0.")
+        unset = "auto" if name == "bucket_mb" else None
+        if not (value is unset or value == unset) and not (number and 0 < value < float("inf")):
+            raise ValueError(f"ark: train.capture: {name} is {value!r}: pass a number above 0, or {unset!r}.")
     if of_pipeline:
         beside = {"loss": loss is not None, "accumulate": accumulate != 1, "scaler": scaler is not None}
         for name in (name for name, given in beside.items() if given):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ark_torch.train import ddp, fsdp, graphs, inputs, models, optimizers, reasons
+from ark_torch.train import ddp, fsdp, gathered, graphs, inputs, models, optimizers, reasons, sizing
 from ark_torch.train.agreement import CAPTURE, EAGER, FAILED, REPLAY, Agreement
 from ark_torch.train.before import Before
 from ark_torch.train.buckets import Buckets
@@ -51,7 +51,7 @@ class CapturedStep:
     """
 
     def __init__(
-        self, step: Step, steps: int, accumulate: int, warmup: int, max_shapes: int, limit: int, registered: bool
+        self, step: Step, steps: int, accumulate: int, warmup: int, max_shapes: int, mb: float | None, registered: bool
     ) -> None:
         self.captured, self.reason = False, "no step has run yet"
         self._step, self._steps, self._accumulate = step, steps, accumulate
@@ -65,17 +65,24 @@ class CapturedStep:
         self._rates: optimizers.Rates | None = None
         self._shapes: dict[Any, _Shape] = {}
         self._told: set[str] = set()
+        self._sizing: sizing.Sizing | None = None
         self._host_state = ""  # why a graph would repeat stale host state
         self._loss_dtype = torch.float32
         self._eager_calls = 0
         self._closed = False
         if self._agreement is not None:
-            self._agree(limit)
+            self._agree(mb)
             models.same_weights(subject)
         if subject.ddp is not None:
             step.standby = ddp.Standby(subject.ddp, self._recorder.stream if self._recorder is not None else None)
         if self._agreement is not None and subject.averages:
-            step.buckets = Buckets(subject, self._agreement, limit, registered)
+            if mb is None and self._recorder is not None:
+                self._sizing = sizing.sizing_for(subject, self._agreement, self._device)
+            limit = sizing.CANDIDATES_MB[0] if mb is None else mb
+            step.buckets = Buckets(subject, self._agreement, int(limit * MB), registered)
+        self._gathered: gathered.InPlace | None = None
+        if subject.sharded and self._device.type == "cuda" and registered:
+            self._gathered = gathered.InPlace(subject.sharded)
         if not self._never and self._device.type == "cuda":
             self._rates = optimizers.Rates(step.optimizer, self._device)
         self._modules = list(subject.module.modules())
@@ -95,6 +102,8 @@ class CapturedStep:
             return self._for_good(read)
         if self._rates is not None and self._rates.settle():
             self._forget_graphs()  # a loaded state has other addresses than those in the graphs
+        if self._sizing is not None and self._sizing.is_over():
+            self._resize(self._sizing)
         shape = self._shape_of(read)
         plan = self._plan(shape, len(batches))
         if plan == EAGER and not self._never:
@@ -111,6 +120,9 @@ class CapturedStep:
         if self._step.buckets is not None:
             self._step.buckets.close()
             self._step.buckets = None
+        if self._gathered is not None:
+            self._gathered.close()
+            self._gathered = None
         if self._step.standby is not None:
             self._step.standby.close()
             self._step.standby = None
@@ -323,7 +335,10 @@ class CapturedStep:
         self._mover.staged(read.tensors, graph.static)
         if self._step.averaging is not None:
             self._step.averaging.before_replay(count)
-        graph.recording.replay()
+        if self._sizing is not None:
+            self._sizing.replay(read.key, count, graph.recording.replay)
+        else:
+            graph.recording.replay()
         if self._step.buckets is not None and self._step.buckets.sums is not None:
             self._step.buckets.sums.count_replay(count)
         self._step.optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look at
@@ -331,6 +346,16 @@ class CapturedStep:
         self._mover.wait()
         self.captured, self.reason = True, ""
         return losses if self._steps > 1 else losses[0]
+
+    def _resize(self, sizes: sizing.Sizing) -> None:
+        """Goes on to the next size of buckets, on all ranks."""
+        before, buckets = sizes.mb, self._step.buckets
+        sizes.next()
+        if sizes.mb != before and buckets is not None:
+            self._forget_graphs()
+            buckets.resize(int(sizes.mb * MB))
+        if sizes.done:
+            self._sizing = None
 
     def _forget_graphs(self) -> None:
         if self._device.type == "cuda":
@@ -347,7 +372,7 @@ class CapturedStep:
             self._told.add(reason)
             warnings.warn(f"ark: train.capture runs steps eagerly: {reason}.", stacklevel=4)
 
-    def _agree(self, limit: int) -> None:
+    def _agree(self, mb: float | None) -> None:
         assert self._agreement is not None
         subject, step = self._step.subject, self._step
         facts = {"the device type": self._device.type}
@@ -365,7 +390,7 @@ class CapturedStep:
             "scaler": "none" if step.scaler is None else "given",
             "warmup": str(self._warmup),
             "max_shapes": str(self._max_shapes),
-            "bucket_mb": str(limit / MB),
+            "bucket_mb": "auto" if mb is None else str(float(mb)),
         }
         self._agreement.compare(facts)
         told = self._agreement.share(self._never)

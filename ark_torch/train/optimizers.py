@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 
 class Rates:
@@ -76,6 +77,19 @@ def why_not(optimizer: Optimizer, scaled: bool) -> str:
         if "capturable" not in group and not isinstance(optimizer, SGD):
             return f"{name} keeps state on the host and has no capturable form: AdamW, Adam, SGD and others have"
     return ""
+
+
+def is_by_parameter(optimizer: Optimizer) -> bool:
+    """Whether a step of some parameters, then one of the others, equals one of all: of PyTorch's own optimizers, and if
+    nobody is told of steps."""
+    known = type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
+    told = (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        _global_optimizer_pre_hooks,
+        _global_optimizer_post_hooks,
+    )
+    return known and not any(told)
 
 
 def check(optimizer: Any, trained: list[Tensor]) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ark_torch.train import optimizers
 from ark_torch.train.buckets import Buckets
 from ark_torch.train.ddp import Standby
 from ark_torch.train.ema import Averaging
@@ -87,7 +88,7 @@ class Step:
                     scaled = part if self.scaler is None else self.scaler.scale(part)
                     scaled.backward()  # type: ignore[no-untyped-call]
             if self.buckets is not None:
-                self.buckets.end()
+                self.buckets.end(waits=not self._updates_apart())
             part = part.detach().reshape(())
             total = part.clone() if total is None else total + part
             del loss, scaled
@@ -121,10 +122,34 @@ class Step:
                 gradients = [p.grad for p in parameters if p.grad is not None]
                 self.subject.pipeline.clip(gradients, self.max_norm, self.subject.device)
         if self.scaler is None:
-            self.optimizer.step()
+            self._update_parameters()
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
+
+    def _updates_apart(self) -> bool:
+        """Whether two updates, each of some parameters, are the same as one of all."""
+        return self.max_norm is None and self.scaler is None and optimizers.is_by_parameter(self.optimizer)
+
+    def _update_parameters(self) -> None:
+        """Updates parameters whose gradients are averaged first, then those whose averages are still under way."""
+        late = set(self.buckets.late()) if self.buckets is not None else set()
+        if not late:
+            self.optimizer.step()
+            return
+        assert self.buckets is not None
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters]
+        try:
+            for last in (False, True):
+                if last:
+                    self.buckets.finish()
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient if (parameter in late) == last else None
+                self.optimizer.step()
+        finally:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
 
     def _checked(self, loss: Any) -> Tensor:
         if not isinstance(loss, Tensor):

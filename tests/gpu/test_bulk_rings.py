@@ -1,6 +1,6 @@
-"""Bulk rings with few blocks: unchanged bits, and lost peers are reported as usual.
+"""Collectives of few blocks, by bulk rings and by rings of chunks: unchanged bits; lost peers are reported as usual.
 
-The dispatch here uses them for every size. The measured table does not use them yet.
+The dispatch here uses bulk rings for every size. The measured table does so on three and four ranks, for large ones.
 """
 
 from __future__ import annotations
@@ -67,6 +67,71 @@ def _sums(rank: Rank, blocks: int) -> None:
 @pytest.mark.parametrize("blocks", [1, 5, 16, 64])
 def test_sums(blocks: int) -> None:
     run(_sums, blocks, own=True)
+
+
+def _few(rank: Rank, blocks: int) -> None:
+    """Moves and sums in chunks by other numbers of blocks, between some in lines, eager and in a graph."""
+    device = device_of(rank)
+    torch.cuda.set_device(device)
+    chosen = complete(ark_torch.Options())
+    never = ("copy_engine_from", "bulk_from", "all_gather_engine_from", "registered_all_gather_engine_from")
+    numbers = {"one_shot_to": 0, "chunks_from": 1 << 14, "landings_from": 1 << 17, "relay_from": 1 << 15}
+    numbers |= {"move_blocks": blocks, "sum_blocks": blocks + 1} | dict.fromkeys(never, NEVER)
+    chosen.cuda_dispatch = [(8, numbers)]
+    rank.init(pg_options=chosen)
+    size = rank.world_size
+    with torch.cuda.use_mem_pool(pool(device)):
+        memory = torch.empty(size * (3 << 20), dtype=torch.bfloat16, device=device)
+    for registered in (False, True):
+        if registered:
+            assert register(memory)
+        for seed, count in enumerate((513, 40_007, (3 << 20) - 5, 8_200)):
+            values = make_input(torch.bfloat16, size * count, seed, rank.rank)
+            whole = memory[: size * count]
+            # Rank r sends r + 1 parts of all to the last rank, which takes some in lines and some in chunks.
+            parts = [count // (r + 1) for r in range(size)]
+
+            def operations(whole: torch.Tensor, part: torch.Tensor) -> Any:
+                yield lambda: dist.all_reduce(whole)
+                yield lambda: dist.all_gather_into_tensor(whole, part)
+                yield lambda: dist.reduce_scatter_tensor(part, whole)
+                yield lambda: dist.broadcast(whole, size - 1)
+                mine, others = [parts[rank.rank]] * size, parts  # noqa: B023
+                sent, taken = whole[: sum(mine)], torch.empty(sum(others), dtype=whole.dtype, device=whole.device)
+
+                def exchange() -> None:
+                    dist.all_to_all_single(taken, sent, others, mine)
+                    whole[: taken.numel()].copy_(taken)
+
+                yield exchange
+
+            expected, first = values.clone(), values[:count].clone()
+            part = first.to(device)
+            on_host, on_device = operations(expected, first), operations(whole, part)
+            for number, (wanted, found) in enumerate(zip(on_host, on_device, strict=True)):
+                what = f"operation {number} of {count}, registered {registered}"
+                whole.copy_(expected)
+                part.copy_(first)
+                before = expected.clone(), first.clone()
+                wanted()
+                found()
+                same(whole, expected, what)
+                same(part, first, what)
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    found()
+                for _ in range(2):
+                    whole.copy_(before[0])
+                    part.copy_(before[1])
+                    graph.replay()
+                    same(whole, expected, f"{what}, in a graph")
+                    same(part, first, f"{what}, in a graph")
+
+
+@pytest.mark.parametrize("blocks", [1, 7, 32])
+def test_moves_and_sums_of_few_blocks(blocks: int) -> None:
+    run(_few, blocks, own=True)
 
 
 def _places(rank: Rank) -> None:

@@ -75,7 +75,7 @@ def fsdp(module: nn.Module, state: State | None = None, *, parameters: int | Non
         for name, _ in owner.named_parameters(recurse=False)
     }
     for one in found:
-        groups = _parameter_groups(one)
+        groups = parameter_groups(one)
         if len(groups) > 1:
             raise ValueError("ark: fsdp: a module has parameters on several meshes: its exchanges cannot be replaced.")
         for group in groups:
@@ -89,11 +89,11 @@ def fsdp(module: nn.Module, state: State | None = None, *, parameters: int | Non
 
 def states_of(module: FSDPModule) -> list[State]:
     """The states that fsdp() gave this module's exchanges."""
-    comms = [getattr(group, "_reduce_scatter_comm", None) for group in _parameter_groups(module)]
+    comms = [getattr(group, "_reduce_scatter_comm", None) for group in parameter_groups(module)]
     return [comm._flat.state for comm in comms if isinstance(comm, _ReduceScatter)]
 
 
-def _parameter_groups(module: FSDPModule) -> list[Any]:
+def parameter_groups(module: FSDPModule) -> list[Any]:
     held: Any = module._get_fsdp_state()
     several = getattr(held, "_fsdp_param_groups", None)  # 2.12 and later
     if several is not None:

@@ -28,6 +28,9 @@ struct Chunks {
   static __device__ __forceinline__ const RingTable& table(const Rings& rings) {
     return rings.chunks;
   }
+  static __device__ __forceinline__ uint32 most_lanes(const Rings& rings) {
+    return rings.chunk_lanes;
+  }
 
   class Sender : public SenderEnd {
    public:

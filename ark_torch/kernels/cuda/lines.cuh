@@ -30,6 +30,9 @@ struct Lines {
   static __device__ __forceinline__ const RingTable& table(const Rings& rings) {
     return rings.lines;
   }
+  static __device__ __forceinline__ uint32 most_lanes(const Rings& rings) {
+    return rings.lines.lanes;
+  }
 
   class Sender : public SenderEnd {
    public:

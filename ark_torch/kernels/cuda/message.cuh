@@ -39,7 +39,7 @@ template <class Protocol>
 __device__ __forceinline__ void send_message(const Rings& rings, uint32 lane, int peer, const void* from,
                                              uint64 bytes) {
   const RingTable& table = Protocol::table(rings);
-  const Spread spread = spread_of<Protocol>(bytes, table.lanes);
+  const Spread spread = spread_of<Protocol>(bytes, Protocol::most_lanes(rings));
   Piece<Protocol, kMessageRows> piece;
   piece.find(spread, lane, bytes);
   if (!piece.there) return;
@@ -68,7 +68,7 @@ template <class Protocol, class Stored = NobodyAsks>
 __device__ __forceinline__ void receive_message(const Rings& rings, uint32 lane, int peer, void* to, uint64 bytes,
                                                 Stored stored = {}) {
   const RingTable& table = Protocol::table(rings);
-  const Spread spread = spread_of<Protocol>(bytes, table.lanes);
+  const Spread spread = spread_of<Protocol>(bytes, Protocol::most_lanes(rings));
   Piece<Protocol, kMessageRows> piece;
   piece.find(spread, lane, bytes);
   if (!piece.there) return;
@@ -99,9 +99,9 @@ __device__ __forceinline__ void receive_message(const Rings& rings, uint32 lane,
 
 // The lanes that take part in an announced message: it may be spread over lanes by Protocol or by Direct.
 template <class Protocol, class Direct>
-ARK_HOST_DEVICE constexpr uint32 landing_lanes(uint64 bytes, uint32 most_lanes) {
-  const uint32 by_ring = spread_of<Protocol>(bytes, most_lanes).lanes,
-               direct = spread_of<Direct>(bytes, most_lanes).lanes;
+__device__ __forceinline__ uint32 landing_lanes(const Rings& rings, uint64 bytes) {
+  const uint32 by_ring = spread_of<Protocol>(bytes, Protocol::most_lanes(rings)).lanes,
+               direct = spread_of<Direct>(bytes, Direct::most_lanes(rings)).lanes;
   return by_ring > direct ? by_ring : direct;
 }
 
@@ -109,12 +109,12 @@ ARK_HOST_DEVICE constexpr uint32 landing_lanes(uint64 bytes, uint32 most_lanes) 
 template <class Protocol, class Direct>
 __device__ __forceinline__ void receive_landing(const Rings& rings, uint32 lane, int peer, void* to, uint64 bytes) {
   if (bytes >= rings.landings_from) {
-    if (lane >= landing_lanes<Protocol, Direct>(bytes, rings.lines.lanes)) return;
+    if (lane >= landing_lanes<Protocol, Direct>(rings, bytes)) return;
     Landing landing;
     landing.open(rings, lane, peer);
     landing.announce(rings.landing[peer]);
     // Lanes that the ring does not use wait for the answer too, so that no announcement is overwritten unread.
-    if (rings.landing[peer] != nullptr || lane >= spread_of<Protocol>(bytes, rings.lines.lanes).lanes) {
+    if (rings.landing[peer] != nullptr || lane >= spread_of<Protocol>(bytes, Protocol::most_lanes(rings)).lanes) {
       landing.await_all();
       return;
     }
@@ -127,7 +127,7 @@ template <class Protocol>
 __device__ __forceinline__ void copy_message(const Rings& rings, uint32 lane, void* to, const void* from,
                                              uint64 bytes) {
   if (to == from) return;
-  const Spread spread = spread_of<Protocol>(bytes, Protocol::table(rings).lanes);
+  const Spread spread = spread_of<Protocol>(bytes, Protocol::most_lanes(rings));
   Piece<Protocol, kMessageRows> piece;
   piece.find(spread, lane, bytes);
   if (!piece.there) return;
@@ -148,12 +148,12 @@ template <class Protocol, class Direct>
 __device__ __forceinline__ void send_landing(const Rings& rings, uint32 lane, int peer, const void* from,
                                              uint64 bytes) {
   if (bytes >= rings.landings_from) {
-    if (lane >= landing_lanes<Protocol, Direct>(bytes, rings.lines.lanes)) return;
+    if (lane >= landing_lanes<Protocol, Direct>(rings, bytes)) return;
     Landing landing;
     char* to = nullptr;
     landing.open(rings, lane, peer);
     if (!landing.await_address(to)) return;
-    if (to != nullptr || lane >= spread_of<Protocol>(bytes, rings.lines.lanes).lanes) {
+    if (to != nullptr || lane >= spread_of<Protocol>(bytes, Protocol::most_lanes(rings)).lanes) {
       if (to != nullptr) copy_message<Direct>(rings, lane, to, from, bytes);
       landing.tell_done();
       return;

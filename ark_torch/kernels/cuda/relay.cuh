@@ -28,7 +28,7 @@ template <class Protocol>
 __device__ __forceinline__ void hand_on(const Rings& rings, uint32 lane, int peer, const void* from, uint64 bytes,
                                         const uint32* steps, int root) {
   const RingTable& table = Protocol::table(rings);
-  const Spread spread = spread_of<Protocol>(bytes, table.lanes);
+  const Spread spread = spread_of<Protocol>(bytes, Protocol::most_lanes(rings));
   Piece<Protocol, kMessageRows> piece;
   piece.find(spread, lane, bytes);
   if (!piece.there) return;

@@ -55,6 +55,7 @@ struct Rings {
   void* landing[kMaxRanks];  // where rank r stores what it sends to this rank, as r sees it; null: in the ring
   uint64 landings_from;      // messages of at least this size are announced; equal on all ranks
   uint64 chunks_from;        // messages of at least this size use chunks
+  uint32 chunk_lanes;        // the most lanes of a message in chunks: few, to leave multiprocessors to computation
   GroupStatus* status;
   uint64 limit_ns;
   int rank, ranks;

@@ -39,7 +39,7 @@ __device__ __forceinline__ void add_up(const TwoShotParams& p, uint32 lane, Rule
   constexpr bool kAhead = kRanks <= 2;                          // as many again, requested one piece ahead
   const uint64 bytes = p.bytes[kRank];
   const RingTable& table = Protocol::table(p.rings);
-  const Spread spread = spread_of<Protocol>(bytes, table.lanes);
+  const Spread spread = spread_of<Protocol>(bytes, Protocol::most_lanes(p.rings));
   Piece<Protocol, kRows> piece;
   piece.find(spread, lane, bytes);
   if (!piece.there) return;

@@ -41,17 +41,18 @@ struct RingSet {
   device::RingTable bulk{};
 };
 
-// The number of lanes that a message uses.
-inline uint32_t lanes_of(const RingSet& set, uint64_t bytes, bool chunked) {
+// The number of lanes that a message uses, of at most `chunk_lanes` in chunks.
+inline uint32_t lanes_of(const RingSet& set, uint64_t bytes, bool chunked, uint32_t chunk_lanes) {
   if (bytes == 0) return 0;
-  return chunked ? device::spread_of<device::Chunks>(bytes, set.chunks.lanes).lanes
+  return chunked ? device::spread_of<device::Chunks>(bytes, chunk_lanes).lanes
                  : device::spread_of<device::Lines>(bytes, set.lines.lanes).lanes;
 }
 
 // The most lanes of any rank's part. A shorter part may use more lanes than a longer one, with shorter steps.
-inline uint32_t lanes_of_parts(const RingSet& set, const uint64_t* bytes, int ranks, bool chunked) {
+inline uint32_t lanes_of_parts(const RingSet& set, const uint64_t* bytes, int ranks, bool chunked,
+                               uint32_t chunk_lanes) {
   uint32_t lanes = 0;
-  for (int r = 0; r < ranks; ++r) lanes = std::max(lanes, lanes_of(set, bytes[r], chunked));
+  for (int r = 0; r < ranks; ++r) lanes = std::max(lanes, lanes_of(set, bytes[r], chunked, chunk_lanes));
   return lanes;
 }
 

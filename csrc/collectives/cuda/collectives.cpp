@@ -46,17 +46,29 @@ struct CudaCommunicator::Launch {
   }
 
   // Uses few lanes per block while there are SMs for all blocks, so that a lane's loads get more of an SM.
-  // Through host memory fewer blocks saturate the bus, and a block on each SM would keep concurrent products waiting.
   template <class Params>
-  void by_lanes(const jit::Kernel& kernel, uint32_t lanes, int roles, const Params& params) const {
-    const uint32_t most = group.on_host() ? host_blocks_of(dispatch) : 128;
+  void by_lanes(const jit::Kernel& kernel, uint32_t lanes, uint32_t most, int roles, const Params& params) const {
     const unsigned each = std::min<unsigned>((lanes + most - 1) / most, device::ring_lanes(params.rings.ranks));
     const CurrentContext context(kernel.device);
     jit::launch(kernel, {(lanes + each - 1) / each}, {each * roles * 32}, 0, stream_of(operation), params,
                 jit::LaunchMode::overlapped);
   }
 
-  device::Rings rings(const RingSet& set) const {
+  // Blocks of a launch. Fewer than all saturate a link, and a block on each SM keeps concurrent products waiting;
+  // through host memory, where they would wait longer, always.
+  uint32_t blocks_of(uint64_t in_chunks, bool chunked) const {
+    if (group.on_host()) return host_blocks_of(dispatch);
+    return static_cast<uint32_t>(chunked ? in_chunks : CudaDispatch::kMostBlocks);
+  }
+  uint32_t move_blocks(const RingSet& set, bool chunked) const {
+    return blocks_of(&set == &layout.transfers ? CudaDispatch::kMostBlocks : dispatch.move_blocks, chunked);
+  }
+  uint32_t chunk_lanes(const RingSet& set, uint32_t blocks) const {
+    return std::min<uint32_t>(set.chunks.lanes, blocks * device::ring_lanes(size));
+  }
+
+  // blocks: of a launch in chunks. Both ends of a message must have the same number.
+  device::Rings rings(const RingSet& set, uint32_t blocks) const {
     device::Rings rings{};
     for (int r = 0; r < size; ++r) rings.arena[r] = group.arena_.parts[r].data();
     rings.lines = set.lines, rings.chunks = set.chunks, rings.bulk = set.bulk;
@@ -67,6 +79,7 @@ struct CudaCommunicator::Launch {
     rings.landing_words.state += apart;
     rings.landings_from = ~uint64_t{0};
     rings.chunks_from = dispatch.chunks_from;
+    rings.chunk_lanes = chunk_lanes(set, blocks);
     rings.status = &group.device_status()->group;
     rings.limit_ns = nanoseconds_of(operation.context);
     rings.rank = rank, rings.ranks = size;
@@ -86,14 +99,18 @@ struct CudaCommunicator::Launch {
   }
 
   void launch_move(const RingSet& set, device::MoveParams& params) const {
-    params.rings = rings(set);
+    params.rings = rings(set, move_blocks(set, true));
     const bool transfer = &set == &layout.transfers;
     if (!transfer) find_landings(params.receive, params.receive_bytes, params.rings);
     uint32_t lanes = 0;
+    const uint32_t most = params.rings.chunk_lanes;
+    bool chunked = true;
     for (int r = 0; r < size; ++r) {
       for (const uint64_t bytes : {params.send_bytes[r], params.receive_bytes[r]}) {
-        lanes = std::max(lanes, lanes_of(set, bytes, r == rank || bytes >= dispatch.chunks_from));
-        if (bytes >= params.rings.landings_from) lanes = std::max(lanes, lanes_of(set, bytes, true));
+        const bool in_chunks = r == rank || bytes >= dispatch.chunks_from;
+        lanes = std::max(lanes, lanes_of(set, bytes, in_chunks, most));
+        if (bytes >= params.rings.landings_from) lanes = std::max(lanes, lanes_of(set, bytes, true, most));
+        chunked = chunked && (in_chunks || bytes == 0);
       }
     }
     params.first_role = 0, params.roles = device::ring_roles(size);
@@ -103,7 +120,8 @@ struct CudaCommunicator::Launch {
       if (params.receive_bytes[r] != 0) params.first_role = size + (rank + size - 1 - r) % size, params.roles = 1;
     }
     if (lanes != 0)
-      by_lanes(group.kernel(GroupKernel::move, RuleKind::any), lanes, static_cast<int>(params.roles), params);
+      by_lanes(group.kernel(GroupKernel::move, RuleKind::any), lanes, move_blocks(set, chunked),
+               static_cast<int>(params.roles), params);
   }
 
   // Sends and receives messages; everything except the rings is set. Long messages take several launches.
@@ -129,8 +147,8 @@ struct CudaCommunicator::Launch {
     const uint64_t units = (bytes + 15) / 16, part = (units + size - 2) / (size - 1) * 16;
     const uint64_t each = std::min(part, dispatch.part_bytes);
     for (uint64_t at = 0; at < part; at += each) {
-      params.rings = rings(layout.collectives);
-      params.handed_on = rings(layout.results);
+      params.rings = rings(layout.collectives, move_blocks(layout.collectives, true));
+      params.handed_on = rings(layout.results, move_blocks(layout.results, true));
       params.data = static_cast<char*>(data);
       for (int r = 0, k = 0; r < size; ++r) {
         params.at[r] = params.bytes[r] = 0;
@@ -142,7 +160,8 @@ struct CudaCommunicator::Launch {
       }
       const bool chunked = params.bytes[params.root == 0 ? 1 : 0] >= dispatch.chunks_from;
       by_lanes(group.kernel(GroupKernel::relay, RuleKind::any),
-               lanes_of_parts(layout.collectives, params.bytes, size, chunked), device::ring_roles(size), params);
+               lanes_of_parts(layout.collectives, params.bytes, size, chunked, params.rings.chunk_lanes),
+               move_blocks(layout.collectives, chunked), device::ring_roles(size), params);
     }
   }
 
@@ -175,8 +194,10 @@ struct CudaCommunicator::Launch {
   }
 
   void launch_two_shot(device::TwoShotParams& params, bool bulk) const {
-    params.rings = rings(layout.collectives);
-    params.results = rings(layout.results);
+    const bool chunked = *std::max_element(params.bytes, params.bytes + size) >= dispatch.chunks_from;
+    const uint32_t blocks = blocks_of(dispatch.sum_blocks, chunked);
+    params.rings = rings(layout.collectives, blocks);
+    params.results = rings(layout.results, blocks);
     if (params.receivers == kAllRanks) find_landings(params.out, params.bytes, params.results);
     if (bulk) {
       // Bulk lanes stay in step (BulkPace), so one launch handles any length. The next launch must not overlap with it,
@@ -187,9 +208,9 @@ struct CudaCommunicator::Launch {
                   stream_of(operation), params);
       return;
     }
-    const bool chunked = *std::max_element(params.bytes, params.bytes + size) >= dispatch.chunks_from;
     by_lanes(kernel(chunked ? GroupKernel::chunks : GroupKernel::lines),
-             lanes_of_parts(layout.collectives, params.bytes, size, chunked), device::ring_roles(size), params);
+             lanes_of_parts(layout.collectives, params.bytes, size, chunked, params.rings.chunk_lanes), blocks,
+             device::ring_roles(size), params);
   }
 
   // in, out, bytes and receivers are set.

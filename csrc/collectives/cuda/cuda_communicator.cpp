@@ -44,7 +44,10 @@ std::unique_ptr<CudaCommunicator> CudaCommunicator::create(int rank, int size, s
     return nullptr;
   }
   for (uint64_t* const blocks : {&options.dispatch->ring_blocks, &options.dispatch->host_blocks})
-    *blocks = std::clamp<uint64_t>(*blocks, 1, options.device_each ? device::kMostRingBlocks : blocks_of_a_sharer(size));
+    *blocks =
+        std::clamp<uint64_t>(*blocks, 1, options.device_each ? device::kMostRingBlocks : blocks_of_a_sharer(size));
+  for (uint64_t* const blocks : {&options.dispatch->move_blocks, &options.dispatch->sum_blocks})
+    *blocks = std::clamp<uint64_t>(*blocks, 1, CudaDispatch::kMostBlocks);
   options.dispatch->part_bytes = std::max(options.dispatch->part_bytes / 1024 * 1024, uint64_t{64} << 10);
   // Report an old device or a missing compiler before anything is shared.
   const int major = jit::KernelLibrary::of(options.device).target().major;

@@ -18,12 +18,13 @@ constexpr uint64_t kPeerAccess = 3, kAnyOrder = 4, kNcclLeavesP2p = 8, kToMeasur
 
 CudaDispatch CudaDispatch::measured(int ranks) {
   // Measured on H200 (docs/measurements.md), except relay_from and more than four ranks. Large sums run alongside
-  // computation, which warp rings slow down most. So two ranks use copy engines, and four use bulk rings, then copy
-  // engines for the largest sizes.
+  // computation, which warp rings slow down most. So two ranks use copy engines, and bulk rings where one rank takes a
+  // sum, and four use bulk rings, then copy engines for the largest sizes.
   CudaDispatch made;
   if (ranks <= 2) {
     made.one_shot_to = 512 << 10;
     made.part_bytes = 64 << 20;
+    made.bulk_from = 24 << 20;
     made.copy_engine_from = 24 << 20;
     made.in_line_to = 64 << 20;
     made.all_gather_engine_from = 64 << 20;

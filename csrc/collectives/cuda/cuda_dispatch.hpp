@@ -30,6 +30,7 @@ enum class PeerAccess : uint8_t {
 // A new algorithm adds a field here, with its default, and a row to the table below.
 struct CudaDispatch {
   static constexpr uint64_t kNever = ~uint64_t{0};
+  static constexpr uint64_t kMostBlocks = 128;  // of a launch
 
   uint64_t one_shot_to = 64 << 10;     // all_reduce up to here: every input to every rank; above: rings
   uint64_t chunks_from = 8 << 20;      // of one part or message: rings of chunks from here, of lines below
@@ -38,6 +39,8 @@ struct CudaDispatch {
   uint64_t bulk_from = kNever;         // sums of this many bytes per rank: bulk rings, few blocks
   uint64_t ring_blocks = 16;           // blocks of the bulk rings
   uint64_t host_blocks = 64;           // blocks of a launch through host memory
+  uint64_t move_blocks = kMostBlocks;  // blocks of a collective that moves in chunks, from chunks_from on
+  uint64_t sum_blocks = kMostBlocks;   // blocks of one that adds in chunks, but not by bulk rings
   uint64_t part_bytes = 4 << 20;       // of one part per launch in a ring all_reduce; limits drift of lanes
   uint64_t copy_engine_from = kNever;  // all_reduce from here: copy engines, which leave SMs to computation
   uint64_t in_line_to = 0;             // of these, eager ones up to here use one stream, to save host time
@@ -107,6 +110,8 @@ inline constexpr CudaDispatchField kCudaDispatchFields[] = {
     {"bulk_from", &CudaDispatch::bulk_from, kNeverTaken, {300'000, 64 << 10}},
     {"ring_blocks", &CudaDispatch::ring_blocks, {}, {3, 0}},
     {"host_blocks", &CudaDispatch::host_blocks, {}, {3, 0}},
+    {"move_blocks", &CudaDispatch::move_blocks, {}, {3, 0}},
+    {"sum_blocks", &CudaDispatch::sum_blocks, {}, {2, 0}},
     {"part_bytes", &CudaDispatch::part_bytes},
     {"copy_engine_from", &CudaDispatch::copy_engine_from, kNeverTaken, {kNeverTaken, 256 << 10}},
     {"in_line_to", &CudaDispatch::in_line_to},
