@@ -31,6 +31,7 @@ def register() -> None:
             _hide_until_named(dist.Backend)
             dist.Backend.ARK_TORCH = _Misnamed()  # type: ignore[attr-defined]
         _name_logs()
+        _name_artifacts()
         _registered = True
         if _torch_is_importing() and (_problem() or _untested()) is not None:
             # _create reports the problem, and so does `import ark_torch`, which must therefore run again.
@@ -48,6 +49,20 @@ def register_by_name() -> None:
     if _failures:
         raise ImportError("ark_torch could not register its backend with PyTorch.") from _failures[-1]
     _ = dist.Backend.ARK  # type: ignore[attr-defined]  # no longer hidden: see _hide_until_named
+
+
+def _name_artifacts() -> None:
+    """Makes torch.compiler.load_cache_artifacts() know ark's artifacts, which a program calls before it compiles. A
+    convenience like _name_logs."""
+    try:
+        from torch.compiler._cache import CacheArtifactFactory
+
+        if "ark" not in CacheArtifactFactory._artifact_types:
+            from ark_torch import _artifacts
+
+            CacheArtifactFactory.register(_artifacts.ArkArtifact)
+    except Exception as error:
+        _failures_of_help.append(error)
 
 
 def _name_logs() -> None:

@@ -144,6 +144,49 @@ CacheCosts with_cache_costs(CacheCosts costs, const py::dict& measured) {
   return costs;
 }
 
+// A target's fields by name, in both directions.
+template <class Visit>
+void each_field(Target& target, Visit&& visit) {
+  visit("name", target.name), visit("workers", target.workers), visit("page_bytes", target.page_bytes);
+  visit("pages", target.pages), visit("in_flight", target.in_flight), visit("packets", target.packets);
+  visit("packets_of_rows", target.packets_of_rows), visit("flops_per_us", target.flops_per_us);
+  visit("pointwise_per_us", target.pointwise_per_us), visit("bytes_per_us", target.bytes_per_us);
+  visit("cached_bytes_per_us", target.cached_bytes_per_us), visit("task_us", target.task_us);
+  visit("wait_us", target.wait_us), visit("costs", target.costs), visit("cache_bytes", target.caches.bytes);
+  visit("kept_bytes", target.caches.kept_bytes), visit("plain_where_near", target.caches.plain_where_near);
+  visit("states_first", target.caches.states_first), visit("reused_last", target.caches.reused_last);
+  visit("stream_bytes", target.caches.stream_bytes);
+}
+
+py::dict saved_of(const ark::compiler::Region& region) {
+  SavedKernel kernel;
+  {
+    const py::gil_scoped_release no_gil;
+    kernel = with_region_errors([&] { return region.saved(); });
+  }
+  py::dict target;
+  Target copy = region.plan().target;
+  each_field(copy, [&](const char* name, const auto& field) { target[name] = field; });
+  py::dict saved;
+  saved["target"] = target;
+  saved["source"] = kernel.source;
+  saved["binary"] = py::bytes(reinterpret_cast<const char*>(kernel.binary.data()), kernel.binary.size());
+  return saved;
+}
+
+ark::compiler::RegionOptions::Saved saved_from(const py::dict& saved, CacheChoice caching) {
+  ark::compiler::RegionOptions::Saved made;
+  const py::dict target = saved["target"];
+  each_field(made.target, [&](const char* name, auto& field) {
+    field = target[name].cast<std::remove_reference_t<decltype(field)>>();
+  });
+  made.target.caching = caching;
+  made.kernel.source = saved["source"].cast<std::string>();
+  const std::string_view binary = saved["binary"].cast<std::string_view>();
+  made.kernel.binary.assign(binary.begin(), binary.end());
+  return made;
+}
+
 std::unique_ptr<ark::compiler::Region> make_region(const GraphBuilder& builder, const std::string& name,
                                                    const py::dict& options) {
   ark::compiler::RegionOptions settings;
@@ -157,6 +200,8 @@ std::unique_ptr<ark::compiler::Region> make_region(const GraphBuilder& builder, 
   settings.caches = with_cache_costs({}, take(options, "caches", py::dict()));
   settings.measured_costs = take(options, "measured_costs", false);
   settings.dump_passes = take(options, "dump_passes", settings.dump_passes);
+  if (options.contains("saved") && !options["saved"].is_none())
+    settings.saved = saved_from(options["saved"], settings.cache);
   const ReleasedAtTheEndToo no_gil;
   return with_region_errors([&] {
     return std::make_unique<ark::compiler::Region>(builder.graph, builder.arguments, builder.results, settings);
@@ -335,6 +380,7 @@ void bind_plan(py::module_& m) {
            "derived from Tensor.")
       .def("json", [](const Region& self) { return to_json(self.plan()); })
       .def("source", [](const Region& self) { return self.source(); })
+      .def("saved", &saved_of, "What a process without a compiler needs: target, source and binary; option `saved`.")
       .def("__repr__",
            [](const Region& self) {
              return py::str("<ark region {!r}: {} tasks for {} workers, estimated {:.1f} us>")

@@ -27,8 +27,8 @@ from ark_torch.errors import UnsupportedGraph
 TWICE = 'it was traced with gradients on, and options={"differentiate_twice": True}'
 
 AHEAD = (
-    "ark cannot save compiled regions to a file yet, as compiling ahead of time (aot_compile) needs: pass "
-    'options={"choose": "inductor"} to torch.compile(backend="ark"), which hands the graph to Inductor whole.'
+    "ark does not save this graph, as compiling ahead of time (aot_compile) needs: {}. Pass "
+    'options={{"choose": "inductor"}} to torch.compile(backend="ark"), which hands the graph to Inductor whole.'
 )
 # Rows of collectives up to which loop kernels are taken where ranks do not measure together, per device type. Two H200,
 # tensor parallel Llama: a decoding step takes 0.6 times Inductor's time, a prefill of 2048 tokens 1.6 times.
@@ -61,7 +61,7 @@ def compile_graph(
             capture.say_once(TRAINS)
             raise WholeGraph(TRAINS)
         if _ahead_of_time():
-            raise UnsupportedGraph(AHEAD)
+            return _to_be_saved(graph_module, example_inputs, options, graph_report)
         if launcher is None and options.choose == "measure":
             return _fastest(graph_module, example_inputs, options, graph_report, explained=report is not None)
         costs.prepare()
@@ -89,6 +89,22 @@ def compile_graph(
             report.graphs.remove(graph_report)
         raise
     return inductor_fallback.whole(graph_module, example_inputs)
+
+
+def _to_be_saved(
+    graph_module: GraphModule, example_inputs: Sequence[Any], options: Options, report: GraphReport
+) -> Callable[..., Any]:
+    """Ark's regions as a function that PyTorch saves. With choose="measure", which has no calls to measure here, ark's
+    regions are taken where they are all of the graph, and Inductor's function elsewhere."""
+    costs.prepare()
+    try:
+        with progress.shown(f"compiling ark's regions of {title_of(graph_module)}"):
+            captured = Captured(graph_module, example_inputs, options, report, ahead=True)
+            return captured.saveable()  # type: ignore[no-any-return]
+    except (NotOneRegion, Eager, WholeGraph) as reason:
+        if options.choose == "ark" or not options.fallback:
+            raise UnsupportedGraph(AHEAD.format(reason)) from None
+        raise WholeGraph(f"ark does not save it ({reason})") from None
 
 
 def _complete(captured: Captured, title: str) -> Callable[..., Any]:

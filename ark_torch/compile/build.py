@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
 
 from ark_torch import env
-from ark_torch.compile import analysis, costs, inductor_fallback, regions, workers
-from ark_torch.compile.assemble import Step, assemble
+from ark_torch.compile import analysis, costs, inductor_fallback, regions, saved, workers
+from ark_torch.compile.assemble import Step, assemble, describe
 from ark_torch.compile.ir import Strided, Unsupported
 from ark_torch.compile.lowering import CPU, Lowering
 from ark_torch.compile.options import Options
@@ -94,10 +94,9 @@ class Builder:
             with self._falling_back(number, stopped):
                 fallback = self._options.fallback and self._launcher is None
                 otherwise = self._otherwise(lowering, number) if fallback else None
-                name = f"ark::{self._title} {number}"
                 multi_step = self._launcher is not None
                 self._regions[number] = make_region(
-                    lowering, name, self._threads, otherwise, multi_step, self._options.cache
+                    lowering, self._name(number), self._threads, otherwise, multi_step, self._options.cache
                 )
 
     @contextlib.contextmanager
@@ -136,6 +135,29 @@ class Builder:
         while self.to_assemble():
             self.assemble_next()
         return assemble(self._module, self._steps, self._views, self._outputs)
+
+    def ahead_of_time(self) -> Any:
+        """The graph as AOTAutograd saves it, after compile_regions(). Raises NotOneRegion if a part is not ark's."""
+        from ark_torch.compile.ahead import AheadOfTime
+
+        if self._failed:
+            raise NotOneRegion(next(iter(self._failed.values())))
+        if rest := next((piece for piece in self._pieces if not piece.ark), None):
+            more = f" and {len(rest.nodes) - 1} more" if len(rest.nodes) > 1 else ""
+            raise NotOneRegion(f"Inductor would run {rest.nodes[0].target}{more}")
+        if self.groups:
+            raise NotOneRegion("it has collectives, whose groups another process does not have")
+        while self.to_assemble():
+            self.assemble_next()
+        program = describe(self._module, self._steps, self._views, self._outputs)
+        parts = []
+        for number, lowering in self._lowered.items():
+            told, name, options = said_to_planner(lowering, self._name(number), self._threads, self._options.cache)
+            parts.append(saved.of_region(told, name, options, self._regions[number]))
+        return AheadOfTime(program, parts, assemble(self._module, self._steps, self._views, self._outputs))
+
+    def _name(self, number: int) -> str:
+        return f"ark::{self._title} {number}"
 
     def _why_rest(self, piece: regions.Piece) -> str:
         """Why a piece is not ark's. The graph's fallbacks list says which operator fell back and why."""
@@ -235,25 +257,47 @@ def make_region(
         raise CompileError("the extension of this ark_torch was built without the plan compiler")
     _jit.configure()
     trace.configure()
+    told, _, options = said_to_planner(lowering, name, threads, cache, multi_step)
+    options["otherwise"] = otherwise
     graph = plan.Graph()
     lowering.graph.emit(graph)
+    begin = time.perf_counter()
+    portable = hasattr(plan.Region, "saved") and not options["groups"]  # a test's double is not
+    key = saved.key_of(told, options) if portable else ""
+    region = None
+    if portable and (kernel := saved.carried(key)) is not None:
+        try:
+            region = plan.Region(graph, name, {**options, "saved": kernel})
+        except CompileError as error:
+            log.info("a loaded artifact is not used: %s", error)
+            graph = plan.Graph()
+            lowering.graph.emit(graph)
+    region = plan.Region(graph, name, options) if region is None else region
+    if portable:
+        saved.record(key, saved.of_region(told, name, options, region))
+    origin = "taken from the cache" if region.from_cache else "compiled"
+    title, _, number = name.removeprefix("ark::").rpartition(" ")
+    log.info("%s, piece %s: planned, and its kernel %s, in %.3f s", title, number, origin, time.perf_counter() - begin)
+    return region
+
+
+def said_to_planner(
+    lowering: Lowering, name: str, threads: int, cache: str, multi_step: bool = False
+) -> tuple[saved.Told, str, dict[str, Any]]:
+    """What a region is planned from: its graph, name and options."""
+    told = saved.Told()
+    lowering.graph.emit(told)
     options = {
         "threads": threads,
         "device": lowering.device.index if lowering.device.type == "cuda" else -1,
         "groups": lowering.graph.groups,
-        "otherwise": otherwise,
         "multi_step": multi_step,
         "cache": cache,
         "caches": costs.of_caches(),
         "measured_costs": costs.are_measured(),
         "dump_passes": env.read().dump_passes,
     }
-    begin = time.perf_counter()
-    region = plan.Region(graph, name, options)
-    origin = "taken from the cache" if region.from_cache else "compiled"
-    title, _, number = name.removeprefix("ark::").rpartition(" ")
-    log.info("%s, piece %s: planned, and its kernel %s, in %.3f s", title, number, origin, time.perf_counter() - begin)
-    return region
+    return told, name, options
 
 
 def plan_for(lowering: Lowering, target: str, cache: str = "auto") -> str:

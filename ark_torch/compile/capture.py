@@ -64,9 +64,10 @@ class Captured:
         options: Options,
         report: GraphReport,
         launcher: Launcher | None = None,
+        ahead: bool = False,
     ) -> None:
         """Captures and lowers the graph. Raises Eager or WholeGraph if it is not for ark, and errors that `options`
-        asks for."""
+        asks for. `ahead`: compiles at once, to be saved; raises NotOneRegion if that is not possible."""
         from torch._dynamo.backends.common import aot_autograd
         from torch._dynamo.exc import RestartAnalysis
 
@@ -87,6 +88,10 @@ class Captured:
             self.collectives = [node for node in graph.graph.nodes if _is_collective(node)]
             self.exchanged_rows = max(map(_exchanged_rows, graph.graph.nodes), default=0)
             way.append(fast_call.Way(inputs))
+            if ahead:
+                with self.our_mistakes():
+                    self._made.compile_regions()
+                    return self._made.ahead_of_time()  # type: ignore[no-any-return]
             return self._run
 
         try:
@@ -109,12 +114,20 @@ class Captured:
             # An error in AOTAutograd stops Inductor too; users get the error that Inductor raises, which they may know.
             log.debug("capture failed", exc_info=True)
             raise WholeGraph(f"it could not be captured ({inductor_fallback.first_line(error)})") from error
+        if ahead:
+            return
         self._is_open = fast_call.is_open(way, example_inputs)
         self.written = aliasing.written(way, example_inputs)
         if launcher is None:
             self._call = aliasing.around(
                 self._call, graph_module.forward, self.written, example_inputs, options.fallback
             )
+
+    def saveable(self) -> Any:
+        """What compiling ahead of time returns to PyTorch."""
+        from ark_torch.compile import ahead
+
+        return ahead.callable_of(self._call)
 
     def compile_regions(self, stopped: Callable[[], bool] = lambda: False) -> None:
         with self.our_mistakes(stopped):

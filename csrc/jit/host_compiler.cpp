@@ -153,6 +153,20 @@ void* LoadedLibrary::symbol(const char* name) const {
   return found;
 }
 
+std::vector<uint8_t> LoadedLibrary::bytes() const {
+  struct stat status {};
+  if (::fstat(fd_.get(), &status) != 0) throw system_error("cannot read a compiled plan", errno);
+  std::vector<uint8_t> bytes(static_cast<size_t>(status.st_size));
+  size_t done = 0;
+  while (done < bytes.size()) {
+    const ssize_t got = ::pread(fd_.get(), bytes.data() + done, bytes.size() - done, static_cast<off_t>(done));
+    if (got < 0 && errno == EINTR) continue;
+    if (got <= 0) throw system_error("cannot read a compiled plan", got < 0 ? errno : EIO);
+    done += static_cast<size_t>(got);
+  }
+  return bytes;
+}
+
 HostCompiler::HostCompiler(Settings settings, std::chrono::milliseconds limit)
     : settings_(std::move(settings)),
       limit_(limit),

@@ -29,6 +29,8 @@ class LoadedLibrary {
   LoadedLibrary& operator=(LoadedLibrary&&) = delete;
   // Throws Error(compile_failed) if there is no such symbol.
   void* symbol(const char* name) const;
+  // What was loaded. Throws Error(system).
+  std::vector<uint8_t> bytes() const;
 
  private:
   UniqueFd fd_;

@@ -34,6 +34,7 @@ struct KernelLibrary::Impl {
     std::mutex mutex;  // held while the stub is compiled and loaded; other stubs proceed
     CUmodule module = nullptr;
     bool from_cache = false;
+    std::vector<uint8_t> cubin;
     std::map<std::string, Kernel> kernels;  // by entry; nodes do not move
   };
 
@@ -52,16 +53,18 @@ struct KernelLibrary::Impl {
   }
 
   // Runs on the loading thread.
-  void load(Module& module, const std::string& stub, const std::string& entry, bool fuse, bool may_spill) {
+  void load(Module& module, const std::string& stub, const std::string& entry, bool fuse, bool may_spill,
+            const std::vector<uint8_t>* saved) {
     const RelaxedCapture relaxed;
     const CurrentContext context(device);
     if (module.module == nullptr) {
       Source source{stub, target.arch, {}};
       source.fuse = fuse;
       source.may_spill = may_spill;
-      const CachedKernel found = compiler.get(source);
+      CachedKernel found = saved != nullptr ? CachedKernel{*saved, CachedKernel::Origin::cache} : compiler.get(source);
       check(driver().module_load_data(&module.module, found.cubin.data()), "loading the kernel " + entry);
       module.from_cache = found.origin == CachedKernel::Origin::cache;
+      module.cubin = std::move(found.cubin);
     }
     Kernel kernel;
     kernel.entry = entry;
@@ -134,14 +137,21 @@ int64_t KernelLibrary::cache_bytes() const {
   return impl_->cache_bytes;
 }
 
-const Kernel& KernelLibrary::get(const std::string& stub, const char* entry, bool fuse, bool may_spill) {
+std::vector<uint8_t> KernelLibrary::cubin(const std::string& stub) const {
+  Impl::Module& module = impl_->module_of(stub);
+  const std::lock_guard lock(module.mutex);
+  return module.cubin;
+}
+
+const Kernel& KernelLibrary::get(const std::string& stub, const char* entry, bool fuse, bool may_spill,
+                                 const std::vector<uint8_t>* saved) {
   Impl::Module& module = impl_->module_of(stub);
   const std::lock_guard lock(module.mutex);
   if (const auto known = module.kernels.find(entry); known != module.kernels.end()) return known->second;
   std::exception_ptr failure;
   start_thread("the thread that loads a kernel", [&] {
     try {
-      impl_->load(module, stub, entry, fuse, may_spill);
+      impl_->load(module, stub, entry, fuse, may_spill, saved);
     } catch (...) {
       failure = std::current_exception();
     }

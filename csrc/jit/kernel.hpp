@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "cuda/cuda_types.hpp"
 #include "jit/settings.hpp"
@@ -52,8 +53,12 @@ class KernelLibrary {
   static KernelLibrary& of(int device);
 
   // Compiles the kernel or takes it from the cache, loads and keeps it. The reference stays valid. Errors are not
-  // cached. `fuse` and `may_spill`: as in Source, and equal in every call for a stub.
-  const Kernel& get(const std::string& stub, const char* entry, bool fuse = false, bool may_spill = true);
+  // cached. `fuse` and `may_spill`: as in Source, and equal in every call for a stub. `saved`: the stub's cubin, which
+  // is then loaded instead.
+  const Kernel& get(const std::string& stub, const char* entry, bool fuse = false, bool may_spill = true,
+                    const std::vector<uint8_t>* saved = nullptr);
+  // What get() loaded for a stub; empty if it loaded none.
+  std::vector<uint8_t> cubin(const std::string& stub) const;
 
   const Target& target() const;
   int device() const;

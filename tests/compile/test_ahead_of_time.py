@@ -1,44 +1,185 @@
-"""Ahead-of-time compilation: ark's regions cannot be saved yet, and the error names the option that avoids them."""
+"""Ahead-of-time compilation, and PyTorch's portable caches: what one process saves, another runs without a compiler."""
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import subprocess
+import sys
 from pathlib import Path
 
+import models
 import pytest
 import torch
+from torch import Tensor
 
-from ark_torch._support import minor_of
+from ark_torch.compile import saved
+from ark_torch.errors import CompileError
 
-ASKS = tuple(int(part) for part in minor_of(torch.__version__).split(".")) >= (2, 14)
-pytestmark = pytest.mark.skipif(not ASKS, reason="PyTorch before 2.14 asks no backend for what can be saved")
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not hasattr(torch.compiler, "load_compiled_function"), reason="this PyTorch saves no programs"),
+]
+
+HERE = Path(__file__).resolve().parent
 
 
-def step(x: torch.Tensor) -> torch.Tensor:
+def step(x: Tensor) -> Tensor:
     return torch.tanh(x) * 2 + 1
 
 
-def _ahead(**options: str) -> object:
-    compiled = torch.compile(step, backend="ark", fullgraph=True, options=options)
-    return compiled.aot_compile(((torch.linspace(-1, 1, 12),), {}))
+def viewed(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    """Results that are views, an argument, constants and a number; an argument that is written."""
+    z = torch.relu(x @ y) + 1
+    y.mul_(2)
+    return z.t()[1:], z.view(-1), z, torch.zeros(3), x, (x + 1).sum()
 
 
-def test_regions_are_refused_with_the_option_that_helps() -> None:
-    with pytest.raises(Exception, match=r"aot_compile.*options=\{\"choose\": \"inductor\"\}"):
-        _ahead(choose="ark")
+def llama() -> models.Llama:
+    torch.manual_seed(0)
+    return models.Llama(models.Config(64, 2, 4, 2, 128, 50, 16), 1, torch.float32).eval()
 
 
-def test_with_that_option_it_is_saved_and_loaded(tmp_path: Path) -> None:
-    saved = _ahead(choose="inductor")
+def tokens() -> tuple[Tensor, Tensor]:
+    return torch.tensor([[7]]), torch.tensor([3])
+
+
+def ahead(function: object, *inputs: Tensor, **options: object) -> object:
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="ark", fullgraph=True, options=options)  # type: ignore[call-overload]
+    return compiled.aot_compile((inputs, {}))
+
+
+# Runs in a process that finds no compiler, and no cache.
+ELSEWHERE = """
+import os, subprocess, sys
+subprocess.Popen = None  # an error for whatever of Python's starts a program
+sys.path.insert(0, {here!r})
+import torch
+import test_ahead_of_time as case
+torch.set_grad_enabled(False)
+{code}
+"""
+
+
+def elsewhere(code: str, folder: Path) -> str:
+    environment = {
+        **os.environ,
+        "PATH": str(folder / "no-programs"),
+        "CXX": str(folder / "no-compiler"),
+        "ARK_CACHE": str(folder / "new-cache"),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "new-inductor-cache"),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    text = ELSEWHERE.format(here=str(HERE), code=code)
+    done = subprocess.run(
+        [sys.executable, "-c", text], env=environment, cwd=folder, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_saved_programs_start_without_a_compiler(tmp_path: Path) -> None:
+    """Bits are those of the process that saved them. The steps of a model share its caches, which are written."""
+    x, y = torch.linspace(-2, 2, 12).view(3, 4), torch.linspace(-1, 1, 20).view(4, 5)
+    first = ahead(step, x, choose="ark")
+    second = ahead(viewed, x, y.clone(), choose="ark")
+    first.save_compiled_function(str(tmp_path / "step.pt"))  # type: ignore[attr-defined]
+    second.save_compiled_function(str(tmp_path / "viewed.pt"))  # type: ignore[attr-defined]
+    model = llama()
+    torch._dynamo.reset()
+    wanted = [model(*tokens()) for _ in range(2)]
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    compiled = torch.compile(llama(), backend="ark", fullgraph=True, options={"choose": "ark"})
+    one = compiled.forward.aot_compile((tokens(), {}))
+    one.save_compiled_function(str(tmp_path / "llama.pt"))
+    torch.testing.assert_close(one(llama(), *tokens()), wanted[0], rtol=1e-4, atol=1e-5)
+    torch.save([first(x), second(x, y.clone()), one(llama(), *tokens())], tmp_path / "results.pt")  # type: ignore[operator]
+    elsewhere(
+        """
+import time
+loaded = {}
+for name in ("step", "viewed", "llama"):
+    with open(name + ".pt", "rb") as file:
+        loaded[name] = torch.compiler.load_compiled_function(file)
+x, y = torch.linspace(-2, 2, 12).view(3, 4), torch.linspace(-1, 1, 20).view(4, 5)
+first, second, third = torch.load("results.pt")
+assert torch.equal(loaded["step"](x), first)
+written = y.clone()
+got = loaded["viewed"](x, written)
+assert torch.equal(written, y * 2) and got[4] is x
+assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(got, second, strict=True))
+model = case.llama()
+assert torch.equal(loaded["llama"](model, *case.tokens()), third)
+assert not os.path.exists("new-cache") or not os.listdir("new-cache")
+""",
+        tmp_path,
+    )
+
+
+def test_portable_caches_bring_regions(tmp_path: Path) -> None:
+    """torch.compiler.save_cache_artifacts() and load_cache_artifacts()."""
+    torch._dynamo.reset()
     x = torch.linspace(-2, 2, 12)
-    torch.testing.assert_close(saved(x), step(x))  # type: ignore[operator]
+    compiled = torch.compile(step, backend="ark", options={"choose": "ark", "minimum": 1})
+    torch.save(compiled(x), tmp_path / "result.pt")
+    made = torch.compiler.save_cache_artifacts()
+    assert made is not None and made[1].artifacts["ark"]
+    (tmp_path / "artifacts").write_bytes(made[0])
+    elsewhere(
+        """
+info = torch.compiler.load_cache_artifacts(open("artifacts", "rb").read())
+assert info.artifacts["ark"], info
+x = torch.linspace(-2, 2, 12)
+compiled = torch.compile(case.step, backend="ark", options={"choose": "ark", "minimum": 1, "fallback": False})
+assert torch.equal(compiled(x), torch.load("result.pt"))
+""",
+        tmp_path,
+    )
+
+
+def test_default_options_save_ark_where_it_is_all_of_the_graph(tmp_path: Path) -> None:
+    function = ahead(step, torch.linspace(-1, 1, 12))
+    assert "AheadOfTime" in str(type(function._artifacts.compiled_fn.compiled_fn.serialize().compiled_fw.result))  # type: ignore[attr-defined]
+
+
+def test_what_is_not_saved_names_the_reason_and_the_option_that_helps() -> None:
+    def mixed(x: Tensor) -> Tensor:
+        return torch.special.i0(x).sin().cos().tanh() + 1
+
+    with pytest.raises(Exception, match=r'aot_compile.*Inductor would run aten.i0.*options={"choose": "inductor"}'):
+        ahead(mixed, torch.linspace(-1, 1, 12), choose="ark", minimum=1)
+
+
+def test_with_inductor_it_is_saved_and_loaded(tmp_path: Path) -> None:
+    program = ahead(step, torch.linspace(-1, 1, 12), choose="inductor")
+    x = torch.linspace(-2, 2, 12)
     path = tmp_path / "step.pt"
-    saved.save_compiled_function(str(path))  # type: ignore[attr-defined]
+    program.save_compiled_function(str(path))  # type: ignore[attr-defined]
     with path.open("rb") as file:
         loaded = torch.compiler.load_compiled_function(file)
     torch.testing.assert_close(loaded(x), step(x))
 
 
-def test_compiling_as_usual_is_as_before() -> None:
+@pytest.fixture(scope="module")
+def region() -> saved.SavedRegion:
+    with torch.no_grad():
+        function = ahead(step, torch.linspace(-1, 1, 12), choose="ark")
+    [found] = function._artifacts.compiled_fn.compiled_fn.serialize().compiled_fw.result.regions  # type: ignore[attr-defined]
+    assert isinstance(found, saved.SavedRegion)
+    return found
+
+
+def test_a_region_of_another_machine_or_version_is_refused(region: saved.SavedRegion) -> None:
     x = torch.linspace(-2, 2, 12)
-    compiled = torch.compile(step, backend="ark", options={"choose": "ark", "fallback": False})
-    torch.testing.assert_close(compiled(x), step(x))
+    torch.testing.assert_close(region.load()([x])[0], step(x))
+    refused = {
+        "which this one lacks": {"machine": frozenset({"avx4096"})},
+        "save the program again": {"version": "0.0.1"},
+        "planned otherwise": {"kernel": {**region.kernel, "source": region.kernel["source"] + " "}},
+        "does not run on cpu": {"kernel": {**region.kernel, "target": {**region.kernel["target"], "name": "sm_90a"}}},
+        "cannot load a compiled plan": {"kernel": {**region.kernel, "binary": b"no library"}},
+    }
+    for reason, changes in refused.items():
+        with pytest.raises(CompileError, match=reason):
+            dataclasses.replace(region, **changes).load()  # type: ignore[arg-type]

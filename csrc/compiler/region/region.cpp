@@ -63,6 +63,15 @@ Target costs_of(const RegionOptions& options) {
 }
 
 Target target_of(const RegionOptions& options) {
+  if (options.saved) {
+    const Target& target = options.saved->target;
+    const std::string here = options.device >= 0 ? jit::KernelLibrary::of(options.device).target().arch : "cpu";
+    if (target.name != here)
+      throw Error(ErrorKind::compile_failed,
+                  options.name + ": a saved region for " + target.name + " does not run on " + here,
+                  ErrorContext{-1, -1, "", 0, "Save the program on a machine of this kind."});
+    return target;
+  }
   Target target = costs_of(options);
   target.caching = options.cache;
   return target;
@@ -100,7 +109,7 @@ Region::Region(Graph graph, std::vector<int> arguments, std::vector<int> results
     if (spec.mutated) mutated_.push_back(i);
   }
   if (options.device >= 0) {
-    cuda_ = std::make_unique<CudaLoop>(plan_, options.device);
+    cuda_ = std::make_unique<CudaLoop>(plan_, options.device, options.saved ? &options.saved->kernel : nullptr);
     if (const Exchanges& all = cuda_->exchanges(); all.ranks > 0)
       ranks_ = std::make_unique<RegionRanks>(options.name, options.groups.at(static_cast<size_t>(all.group)), device(),
                                              *cuda_);
@@ -108,7 +117,8 @@ Region::Region(Graph graph, std::vector<int> arguments, std::vector<int> results
   }
   for (const Stage& stage : plan_.stages)
     if (const auto* ends = std::get_if<CollectiveStage>(&stage.body)) add_collective(stage.node, *ends);
-  kernel_ = std::make_unique<CpuLoop>(plan_, host_compiler());
+  kernel_ = options.saved ? std::make_unique<CpuLoop>(plan_, options.saved->kernel)
+                          : std::make_unique<CpuLoop>(plan_, host_compiler());
   kernel_->set_collective(&Region::run_collective, this);
 }
 

@@ -38,6 +38,12 @@ struct RegionOptions {
   CacheCosts caches = {};       // as measured; `bytes` is set from the device
   std::string dump_passes;      // folder for the state after each pass; empty: none
   bool measured_costs = false;  // plan with this machine's measured costs instead of assumed ones
+  // From another process: planned for that target, and its kernel loaded without a compiler.
+  struct Saved {
+    Target target;
+    SavedKernel kernel;
+  };
+  std::optional<Saved> saved;
 };
 
 // Compiles the measurement of this machine's costs if they are not known, so that the first region that needs them
@@ -67,6 +73,8 @@ class Region {
   uint64_t run_steps(const std::vector<at::Tensor>& inputs, uint64_t most, const std::function<bool()>& interrupted);
 
   const Plan& plan() const { return plan_; }
+  // For RegionOptions::saved.
+  SavedKernel saved() const { return cuda_ ? cuda_->saved() : kernel_->saved(); }
   const std::string& source() const { return cuda_ ? cuda_->source() : kernel_->source(); }
   bool from_cache() const { return cuda_ ? cuda_->kernel().from_cache : kernel_->from_cache(); }
   const CudaLoop* cuda_kernel() const { return cuda_.get(); }  // nullptr: on the CPU

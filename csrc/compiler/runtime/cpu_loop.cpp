@@ -86,6 +86,11 @@ CpuLoop::CpuLoop(Plan plan, jit::HostCompiler& compiler) : plan_(std::move(plan)
   }
 }
 
+CpuLoop::CpuLoop(Plan plan, const SavedKernel& saved) : plan_(std::move(plan)), source_(emit_cpu(plan_)) {
+  check_saved(saved, source_);
+  load({saved.binary, jit::CachedKernel::Origin::cache, "saved", ""});
+}
+
 void CpuLoop::load(const jit::HostCompiler::Result& compiled) {
   key_ = compiled.key;
   from_cache_ = compiled.origin == jit::CachedKernel::Origin::cache;

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "compiler/runtime/saved_kernel.hpp"
 #include "compiler/runtime/step_stamps.hpp"
 #include "compiler/schedule/plan.hpp"
 #include "jit/host_compiler.hpp"
@@ -22,6 +23,9 @@ class CpuLoop {
  public:
   // Throws Error(invalid_argument) if the CPU target cannot run the plan, Error(system) with the compiler's messages.
   CpuLoop(Plan plan, jit::HostCompiler& compiler);
+  // The same without a compiler, from what another process compiled. Throws Error(compile_failed) unless the plan is
+  // the saved one.
+  CpuLoop(Plan plan, const SavedKernel& saved);
   ~CpuLoop();
 
   // Runs one step. `inputs` and `outputs` are indexed by argument, as the graph's buffers number them. Throws Error:
@@ -48,6 +52,7 @@ class CpuLoop {
   const std::string& source() const { return source_; }
   const std::string& key() const { return key_; }  // in the kernel cache
   bool from_cache() const { return from_cache_; }
+  SavedKernel saved() const { return {source_, library_->bytes()}; }
 
  private:
   struct Memory;

@@ -33,14 +33,15 @@ constexpr auto kAsk = std::chrono::milliseconds(50);
 
 }  // namespace
 
-CudaLoop::CudaLoop(Plan plan, int device)
+CudaLoop::CudaLoop(Plan plan, int device, const SavedKernel* saved)
     : plan_(std::move(plan)),
       source_(emit_cuda(plan_)),
       exchanges_(exchanges_of(plan_.graph, plan_.stages)),
       device_(device),
       memories_(plan_, source_.scratch_bytes, device, exchanges_.ranks > 0) {
   auto& library = jit::KernelLibrary::of(device);
-  kernel_ = &library.get(source_.text, kLoopKernel, true, false);
+  if (saved != nullptr) check_saved(*saved, source_.text);
+  kernel_ = &library.get(source_.text, kLoopKernel, true, false, saved != nullptr ? &saved->binary : nullptr);
   ErrorContext context;
   context.remedy = "Leave this region to another backend.";
   const auto refuse = [&](const std::string& why) {
@@ -60,6 +61,10 @@ CudaLoop::CudaLoop(Plan plan, int device)
 }
 
 CudaLoop::~CudaLoop() = default;
+
+SavedKernel CudaLoop::saved() const {
+  return {source_.text, jit::KernelLibrary::of(device_).cubin(source_.text)};
+}
 
 int CudaLoop::shared_bytes() const {
   return source_.shared_bytes;

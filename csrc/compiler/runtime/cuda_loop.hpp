@@ -16,6 +16,7 @@
 
 #include "compiler/emit/cuda/emit_cuda.hpp"
 #include "compiler/passes/lower_collectives.hpp"
+#include "compiler/runtime/saved_kernel.hpp"
 #include "compiler/runtime/step_memory.hpp"
 #include "compiler/runtime/step_stamps.hpp"
 #include "compiler/schedule/plan.hpp"
@@ -32,7 +33,8 @@ class CudaLoop {
  public:
   // Throws Error(invalid_argument) if the CUDA target cannot run the plan, or, with figures, if the kernel needs more
   // registers or shared memory than the device has; Error(system) with messages of the compiler or the driver.
-  CudaLoop(Plan plan, int device);
+  // `saved`: loads this instead of compiling; throws Error(compile_failed) unless the plan is the saved one.
+  CudaLoop(Plan plan, int device, const SavedKernel* saved = nullptr);
   ~CudaLoop();
 
   // Runs one step. `inputs` and `outputs` are device memory, indexed by argument as the graph's buffers number them.
@@ -67,6 +69,7 @@ class CudaLoop {
   const std::string& source() const { return source_.text; }
   const jit::Kernel& kernel() const { return *kernel_; }
   int shared_bytes() const;  // per block
+  SavedKernel saved() const;
 
  private:
   void launch(StepMemory& memory, const void* const* inputs, void* const* outputs, CUstream stream, bool stamped,
