@@ -24,6 +24,14 @@ CUmemAllocationProp shareable_on(int device, bool on_host) {
   return prop;
 }
 
+// Whether a NIC may read and write such memory of the device. Drivers that do not know the attribute offer none.
+bool offers_rdma(int device) {
+  int offered = 0;
+  const CUresult known =
+      driver().device_get_attribute(&offered, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED, device);
+  return known == CUDA_SUCCESS && offered != 0;
+}
+
 std::string place_of(int device, bool on_host) {
   return (on_host ? "on the host, beside device " : "on device ") + std::to_string(device);
 }
@@ -63,14 +71,19 @@ std::optional<DeviceMemory> DeviceMemory::try_allocate(int device, size_t bytes)
 std::optional<DeviceMemory> DeviceMemory::made(int device, size_t bytes, bool on_host) {
   const RelaxedCapture relaxed;
   const CurrentContext context(device);
-  const CUmemAllocationProp prop = shareable_on(device, on_host);
+  CUmemAllocationProp prop = shareable_on(device, on_host);
+  prop.allocFlags.gpuDirectRDMACapable = !on_host && offers_rdma(device);
   size_t granularity = 0;
   check(driver().mem_get_allocation_granularity(&granularity, &prop, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
         "cuMemGetAllocationGranularity " + place_of(device, on_host));
   DeviceMemory memory;
   memory.device_ = device;
   const size_t whole = (bytes + granularity - 1) / granularity * granularity;
-  const CUresult result = driver().mem_create(&memory.handle_, whole, &prop, 0);
+  CUresult result = driver().mem_create(&memory.handle_, whole, &prop, 0);
+  if (result != CUDA_SUCCESS && result != CUDA_ERROR_OUT_OF_MEMORY && prop.allocFlags.gpuDirectRDMACapable != 0) {
+    prop.allocFlags.gpuDirectRDMACapable = 0;  // offered, but not on this system (peer-memory modules, virtual GPUs)
+    result = driver().mem_create(&memory.handle_, whole, &prop, 0);
+  }
   if (result != CUDA_SUCCESS) memory.handle_ = 0;
   if (result == CUDA_ERROR_OUT_OF_MEMORY) return std::nullopt;
   check(result, "cuMemCreate of " + std::to_string(whole >> 20) + " MB " + place_of(device, on_host));

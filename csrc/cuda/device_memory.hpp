@@ -2,8 +2,9 @@
 //
 // A DeviceMemory owns an address range with memory behind it: its own (allocate), a peer's (import), or pinned host
 // memory near the device (allocate_on_host), which GPUs without peer access also reach. export_fd() creates an
-// allocation's descriptor, which travels over a local socket. The memory lives until the last process releases it. All
-// functions preserve the calling thread's context and any capture.
+// allocation's descriptor, which travels over a local socket. Memory of a device is made for NICs, too, where the
+// driver offers that (gpuDirectRDMACapable). The memory lives until the last process releases it. All functions
+// preserve the calling thread's context and any capture.
 #pragma once
 
 #include <cstddef>

@@ -10,8 +10,9 @@ namespace ark {
 
 using Moment = std::chrono::steady_clock;
 
-RequestServer::RequestServer(protocol::RequestRing& ring, Serve serve, Pace pace)
-    : ring_(ring), serve_(std::move(serve)), pace_(pace) {
+RequestServer::RequestServer(std::span<protocol::RequestRing> rings, ServeRing serve, Pace pace,
+                             std::function<void()> pause)
+    : rings_(rings), serve_(std::move(serve)), pace_(pace), pause_(std::move(pause)), numbers_(rings.size()) {
   thread_ = start_thread("the thread that serves a GPU's requests", [this] { run(); });
 }
 
@@ -34,29 +35,35 @@ void RequestServer::check() const {
   if (failure_) std::rethrow_exception(failure_);
 }
 
+bool RequestServer::serve_next(size_t ring) {
+  protocol::Request request;
+  if (!protocol::take(rings_[ring], numbers_[ring], request)) return false;
+  serve_(ring, request);
+  protocol::served(rings_[ring], numbers_[ring]++);
+  served_.fetch_add(1, std::memory_order_release);
+  return true;
+}
+
 void RequestServer::run() {
   constexpr int kLooksPerClockRead = 64;
-  uint64_t number = 0;
   auto last = Moment::now();
   int looks = 0;
-  while (!over_.load(std::memory_order_relaxed)) {
-    protocol::Request request;
-    if (protocol::take(ring_, number, request)) {
-      try {
-        serve_(request);
-      } catch (...) {
-        std::lock_guard lock(mutex_);
-        failure_ = std::current_exception();
-        return;
+  try {
+    while (!over_.load(std::memory_order_relaxed)) {
+      bool served = false;
+      for (size_t ring = 0; ring < rings_.size(); ++ring) served |= serve_next(ring);
+      if (served) {
+        last = Moment::now();
+        looks = 0;
+      } else if (++looks % kLooksPerClockRead == 0 && Moment::now() - last > pace_.spin) {
+        if (pause_) pause_();
+        std::this_thread::sleep_for(pace_.nap);
+        looks = kLooksPerClockRead - 1;  // read the clock again on the next look
       }
-      protocol::served(ring_, number);
-      served_.store(++number, std::memory_order_release);
-      last = Moment::now();
-      looks = 0;
-    } else if (++looks % kLooksPerClockRead == 0 && Moment::now() - last > pace_.spin) {
-      std::this_thread::sleep_for(pace_.nap);
-      looks = kLooksPerClockRead - 1;  // read the clock again on the next look
     }
+  } catch (...) {
+    const std::lock_guard lock(mutex_);
+    failure_ = std::current_exception();
   }
 }
 

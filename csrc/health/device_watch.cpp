@@ -13,6 +13,7 @@
 #include <thread>
 #include <utility>
 
+#include "cuda/between.cuh"
 #include "health/failure_log.hpp"
 #include "protocol/atomics.hpp"
 #include "util/start_thread.hpp"
@@ -41,11 +42,14 @@ struct DeviceWatch::Watched {
   uint32_t engine_progress = 0, engine_beat = 0;
   Clock::time_point engine_stuck_since = Clock::time_point::max();
 
+  // The rank that a kernel means: of this node by its place, of another node as cuda/between.cuh says it.
+  int named(int peer) const { return device::is_outside(peer) ? device::outside_rank(peer) : health->name(peer); }
+
   // `peer` -1: unknown.
   Error waited(const std::string& what, int peer) const {
     const std::string whom = peer < 0 ? "a peer" : "rank " + std::to_string(peer);
     return Error(ErrorKind::timeout, what + " waited for " + whom + " until the operation's timeout",
-                 ErrorContext{health->rank(), peer, "", 0,
+                 ErrorContext{health->name(health->rank()), peer, "", 0,
                               "Look at " + (peer < 0 ? std::string("the other ranks'") : "that rank's") +
                                   " output: it may have stopped, or called other collectives."});
   }
@@ -116,7 +120,7 @@ struct DeviceWatch::Watched {
       else if (left && will_not_call(peer, departed))
         fail_in_words({GroupHealth::Alarm::departed, peer}, peer, true);
       else if (timed_out)
-        fail_engine(waited("copy engines of this rank", peer));
+        fail_engine(waited("copy engines of this rank", named(peer)));
     }
     engine_progress = progress, engine_beat = beat;
     if (health->failed()) release_engine();
@@ -127,7 +131,7 @@ struct DeviceWatch::Watched {
     if (over) return;
     if (protocol::load_acquire(status->gave_up) != 0 && !noticed) {
       noticed = true;
-      const int peer = status->peer;
+      const int peer = named(status->peer);
       const bool failed_before = health->failed();
       const Error error = waited("a kernel on this rank's GPU", peer);
       health->fail(error);

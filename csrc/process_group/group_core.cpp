@@ -286,10 +286,8 @@ void GroupCore::device_gave_up(const Error& cause) {
 void GroupCore::close_device(std::chrono::milliseconds patience) {
   const auto side = cuda();
   if (!side) return;
-  if (side->carrier) {
-    side->carrier->shutdown();
-    return;
-  }
+  if (side->carrier) side->carrier->shutdown();
+  if (side->carrier && !side->nodes()) return;
   bool drained = side->drain(Clock::now() + patience);
   if (!drained) {
     abort("the group was destroyed while operations were pending on the device");

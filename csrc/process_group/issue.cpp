@@ -121,7 +121,9 @@ c10::intrusive_ptr<WorkArk> ProcessGroupArk::make_work(c10d::OpType type, const 
 ProcessGroupArk::WorkPtr ProcessGroupArk::issue(const Call& call, Body body) {
   if (const c10::Device device = device_of(call); device.is_cuda()) {
     const auto cuda = cuda_side(call.name, device);
-    if (cuda->carrier) return carry_cuda(call, *cuda);
+    const bool by_nodes =
+        cuda->nodes() && call.carry && NodesCommunicator::takes(call.kind, call.reduction.op, call.even);
+    if (cuda->carrier && !by_nodes) return carry_cuda(call, *cuda);
     if (cuda->nccl) meet_for_nccl(call, *cuda);
     return collect(enqueue(call, std::move(body), cuda));
   }
@@ -271,7 +273,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::barrier_cuda(const Call& call, const c
     on_host = run_on_host(call, body);  // after operations on CPU tensors
     if (!call.async) on_host->wait();
   }
-  if (cuda->carrier) {
+  if (cuda->carrier && !cuda->nodes()) {
     c10d::BarrierOptions carried = options;
     carried.device = device;
     carried.device_ids = {device.index()};

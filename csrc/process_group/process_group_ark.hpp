@@ -262,7 +262,13 @@ class ProcessGroupArk : public c10d::Backend {
   std::shared_ptr<CudaGroup> cuda_side(const char* operation, c10::Device device);
   std::shared_ptr<CudaGroup> join_on(const char* operation, c10::Device device);
   CudaDispatch find_dispatch(KeyValueStore& store, c10::Device device, const std::function<void()>& check);
+  // Over several nodes (cuda/cuda_nodes.cpp). Returns null on all ranks, and sets `why`, if the carrier should have
+  // all.
+  std::shared_ptr<CudaGroup> join_nodes_on(c10::Device device, std::string& why);
+  std::shared_ptr<CudaCommunicator> join_node_on(c10::Device device, std::string& why);
+  DispatchLimits cuda_limits() const;
   [[noreturn]] void fail_cuda(KeyValueStore& store, Error error);
+  void tell_cuda_failure(KeyValueStore& store, const Error& error) const;
   static void raise_peers_cuda_failure(KeyValueStore& store, int rank);
   static void raise_last_words(KeyValueStore& store, int rank);
   std::string host_line(const CudaCommunicator& communicator) const;

@@ -19,6 +19,7 @@ from ark_torch import _C
 _NEED_TWO = [
     f"test_{name}.py"
     for name in (
+        "between_nodes",
         "channels",
         "compile_ranks",
         "compile_fused",
@@ -40,6 +41,7 @@ _NEED_TWO = [
 _NEED_GPUS = [
     f"test_{name}.py"
     for name in (
+        "between_nodes",
         "channels",
         "nccl_entry",
         "peers",

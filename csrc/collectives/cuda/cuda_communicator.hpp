@@ -106,7 +106,8 @@ class CudaCommunicator final : public Communicator {
 
   // Throws the error that ended the group, if any. Host threads call it after they waited for the device.
   void check(const OperationContext& context) { watch_.check(context); }
-  Windows& windows() { return windows_; }  // registered memory
+  Windows& windows() { return windows_; }                                  // registered memory
+  device::GroupStatus* status() const { return &device_status()->group; }  // as kernels see it
   // Waits for all enqueued work. Returns false if that is unknown (a capture, a lost context).
   bool settle();
   // Waits until the group's failure has been reported everywhere, or returns what is unreported (failure_log.hpp).

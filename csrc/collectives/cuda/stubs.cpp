@@ -5,6 +5,7 @@
 #include <iterator>
 
 #include "collectives/cuda/fused_stubs.hpp"
+#include "cuda/between.cuh"
 #include "cuda/bulk_two_shot.cuh"
 #include "cuda/compressed_codes.cuh"
 #include "cuda/peer_test.cuh"
@@ -125,6 +126,12 @@ std::string compressed_stub(const CompressedKind& kind, const std::string& name)
   return "#include \"cuda/compressed.cuh\"\n" + entry(name, device::kCodeThreads, "CodeParams", call + ">(p)");
 }
 
+std::string between_stub(RuleKind rule) {
+  return "#include \"cuda/between.cuh\"\nusing Rule = " + rule_text(rule) + ";\n" +
+         entry("between_move", device::kBetweenThreads, "BetweenParams", "between_move(p)") +
+         entry("between_add", device::kBetweenThreads, "BetweenParams", "between_add<Rule>(p, " + made_of(rule) + ")");
+}
+
 std::string peer_test_stub() {
   return "#include \"cuda/peer_test.cuh\"\n" +
          entry("peer_test", device::kPeerTestUnits, "PeerTestParams", "peer_test(p)");
@@ -135,6 +142,8 @@ std::vector<Stub> representative_stubs() {
   stubs.push_back({"probe", jit::probe_stub()});
   stubs.push_back({"peer_test", peer_test_stub()});
   add_group(stubs, RuleKind::any, 0, 0, "");
+  for (const RuleKind rule : {RuleKind::bf16, RuleKind::any})
+    stubs.push_back({std::string("between_") + kRuleNames[static_cast<int>(rule)], between_stub(rule)});
   const auto add = [&](RuleKind rule, int ranks, int rank) {
     const char* const name = kRuleNames[static_cast<int>(rule)];
     add_group(stubs, rule, ranks, rank, std::string("_") + name + "_" + std::to_string(ranks));
@@ -160,6 +169,8 @@ std::vector<Stub> every_stub(const std::vector<int>& sizes) {
   stubs.push_back({"probe", jit::probe_stub()});
   stubs.push_back({"peer_test", peer_test_stub()});
   add_group(stubs, RuleKind::any, 0, 0, "");
+  for (int kind = 0; kind < kRuleKinds; ++kind)
+    stubs.push_back({std::string("between_") + kRuleNames[kind], between_stub(static_cast<RuleKind>(kind))});
   for (const DType dtype : {DType::bf16, DType::f16, DType::f32})
     for (const bool wide : {false, true})
       for (uint32_t bits = 0; bits <= quantize::kMostBits + 1; ++bits) {

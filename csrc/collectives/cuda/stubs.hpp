@@ -34,6 +34,9 @@ struct CompressedKind {
 };
 std::string compressed_stub(const CompressedKind& kind, const std::string& name);
 
+// "between_move" and "between_add", of cuda/between.cuh.
+std::string between_stub(RuleKind rule);
+
 // "peer_test", of cuda/peer_test.cuh.
 std::string peer_test_stub();
 

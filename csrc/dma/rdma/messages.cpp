@@ -325,7 +325,10 @@ void Messages::deliver(int rank, Peer& peer, const Header& header, const std::by
 void Messages::arrive(int rank, Peer& peer, const Header& header) {
   if (header.kind == Header::goodbye) return leave(rank, peer);
   if (header.kind == Header::signal) {
-    if (windows_.contains(header.tag)) ++peer.signals[header.tag];
+    if (const auto window = windows_.find(header.tag); window != windows_.end()) {
+      const uint64_t count = ++peer.signals[header.tag];
+      if (window->second.heard) window->second.heard(rank, count);
+    }
     something_.notify_all();
     return;
   }

@@ -12,11 +12,11 @@
 #include <array>
 #include <condition_variable>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <thread>
 #include <vector>
 
@@ -129,8 +129,11 @@ class Messages : public std::enable_shared_from_this<Messages> {
   MessagePtr receive(int peer, int32_t tag, void* data, size_t bytes, Where where = Where::host);
   MessagePtr receive_any(int32_t tag, void* data, size_t bytes);
 
-  // Counts signals of a window from now on and connects to its peers, which must call this too.
-  void open_window(int32_t window, const std::vector<int>& peers);
+  // Counts signals of a window from now on and connects to its peers, which must call this too. `heard` is called with
+  // a peer and its count at each signal, on any thread and under this object's lock; it must not block. A window with
+  // it awaits signals all the time: what stands before one in a peer's slots is taken, however much there is.
+  using Heard = std::function<void(int peer, uint64_t count)>;
+  void open_window(int32_t window, const std::vector<int>& peers, Heard heard = {});
   void close_window(int32_t window);
   // Writes to the peer's memory at `to`, which the peer has registered (keys). Done once the bytes are there.
   MessagePtr put(int peer, const void* data, size_t bytes, uint64_t to, const Keys& keys, Where where = Where::host);
@@ -261,7 +264,11 @@ class Messages : public std::enable_shared_from_this<Messages> {
   std::condition_variable something_, wanted_;
   std::map<int, Peer> peers_;
   std::map<int32_t, std::deque<State>> any_;  // receives from any rank, by tag
-  std::set<int32_t> windows_;
+  struct Window {
+    std::vector<int> peers;
+    Heard heard;
+  };
+  std::map<int32_t, Window> windows_;
   std::deque<int> to_connect_;
   std::optional<Error> failure_;
   bool closing_ = false;

@@ -8,15 +8,25 @@
 
 namespace ark::rdma {
 
-void Messages::open_window(int32_t window, const std::vector<int>& peers) {
+void Messages::open_window(int32_t window, const std::vector<int>& peers, Heard heard) {
   const std::lock_guard lock(mutex_);
-  windows_.insert(window);
-  for (const int rank : peers) peer_of(rank);
+  const bool hears = static_cast<bool>(heard);
+  windows_.insert_or_assign(window, Window{peers, std::move(heard)});
+  for (const int rank : peers) {
+    Peer& peer = peer_of(rank);
+    if (!hears) continue;
+    ++peer.signal_waits;
+    take_slots(rank, peer);
+  }
 }
 
 void Messages::close_window(int32_t window) {
   const std::lock_guard lock(mutex_);
-  windows_.erase(window);
+  const auto found = windows_.find(window);
+  if (found == windows_.end()) return;
+  if (found->second.heard)
+    for (const int rank : found->second.peers) --peer_of(rank).signal_waits;
+  windows_.erase(found);
   for (auto& [rank, peer] : peers_) peer.signals.erase(window);
 }
 

@@ -32,6 +32,16 @@ constexpr int kPoolStreams = 32;  // per priority
 
 }  // namespace
 
+CudaCommunicator::Options communicator_options(c10::Device device, GroupCore& core, bool share_gpu) {
+  CudaCommunicator::Options options;
+  options.device = device.index();
+  options.timeout = std::chrono::milliseconds(core.timeout_ms.load());
+  options.device_each = !share_gpu;
+  options.note = [&core](const Error& error) { core.device_gives_up(error); };
+  options.log = [&core](const Error& error) { core.device_gave_up(error); };
+  return options;
+}
+
 bool OperationRecord::done() {
   if (capture != 0 || seen_done.load(std::memory_order_acquire)) return true;
   if (!has_passed(end)) return false;
@@ -53,6 +63,10 @@ CudaGroup::CudaGroup(c10::Device where, std::unique_ptr<CudaCommunicator> commun
 
 CudaGroup::CudaGroup(c10::Device where, c10::intrusive_ptr<c10d::Backend> by) : device(where), carrier(std::move(by)) {}
 
+CudaGroup::CudaGroup(c10::Device where, std::shared_ptr<CudaCommunicator> here,
+                     std::unique_ptr<NodesCommunicator> nodes, c10::intrusive_ptr<c10d::Backend> by)
+    : device(where), carrier(std::move(by)), here_(std::move(here)), nodes_(std::move(nodes)) {}
+
 CudaGroup::~CudaGroup() {
   LineStreams& streams = line_streams();
   const std::lock_guard lock(streams.mutex);
@@ -66,13 +80,23 @@ CudaGroup::~CudaGroup() {
 }
 
 uint64_t CudaGroup::shared_bytes() {
-  const auto communicator = this->communicator();
+  const auto communicator = watched();
   return communicator ? communicator->shared_bytes() : 0;
 }
 
 std::shared_ptr<CudaCommunicator> CudaGroup::communicator() {
   const std::lock_guard lock(life_);
   return communicator_;
+}
+
+std::shared_ptr<NodesCommunicator> CudaGroup::nodes() {
+  const std::lock_guard lock(life_);
+  return nodes_;
+}
+
+std::shared_ptr<CudaCommunicator> CudaGroup::watched() {
+  const std::lock_guard lock(life_);
+  return communicator_ ? communicator_ : here_;
 }
 
 c10::Stream CudaGroup::own_stream(Line& line, bool captured) {
@@ -101,7 +125,8 @@ void CudaGroup::enqueue(const RecordPtr& operation, const Way& way, GroupCore& c
   {
     const std::lock_guard lock(mutex_);
     const auto communicator = this->communicator();
-    if (!communicator) throw Error(ErrorKind::closed, "the process group was shut down");
+    const auto nodes = this->nodes();
+    if (!communicator && !nodes) throw Error(ErrorKind::closed, "the process group was shut down");
     Line& line = lines_[way.line];
     if (capture == 0) look(line, passed, false);
     if (!line.captured.empty() && line.captured.front()->capture != capture) old_captured.swap(line.captured);
@@ -124,7 +149,9 @@ void CudaGroup::enqueue(const RecordPtr& operation, const Way& way, GroupCore& c
       if (stream != current) on_stream.emplace(stream);
       mine.context = core.context(mine.name(), mine.sequence(), mine.asked);
       mine.stream = native_stream(stream);
-      if (way.line == kCollectives && nccl && nccl->ready()) {
+      if (nodes) {
+        mine.held.first(*nodes, mine);
+      } else if (way.line == kCollectives && nccl && nccl->ready()) {
         SharedCommunicator shared(*communicator, *nccl, mine.even);
         mine.held.first(shared, mine);
       } else {
@@ -223,7 +250,7 @@ void CudaGroup::look() {
 }
 
 void CudaGroup::check(const OperationContext& context) {
-  if (const auto communicator = this->communicator()) communicator->check(context);
+  if (const auto communicator = watched()) communicator->check(context);
 }
 
 bool CudaGroup::failed(const OperationContext& context, std::exception_ptr& error) {
@@ -239,7 +266,7 @@ bool CudaGroup::failed(const OperationContext& context, std::exception_ptr& erro
 void CudaGroup::abort() {
   if (carrier) carrier->abort();
   if (nccl) nccl->abort();
-  if (const auto communicator = this->communicator()) communicator->abort();
+  if (const auto communicator = watched()) communicator->abort();
 }
 
 bool CudaGroup::drain(Clock::time_point until) {
@@ -265,13 +292,14 @@ bool CudaGroup::drain(Clock::time_point until) {
 }
 
 std::optional<std::string> CudaGroup::wait_told(Clock::time_point until) {
-  const auto communicator = this->communicator();
+  const auto communicator = watched();
   return communicator ? communicator->wait_told(until) : std::nullopt;
 }
 
 void CudaGroup::close(bool drained) {
   std::vector<OperationRecord::Held> garbage;
   std::shared_ptr<CudaCommunicator> gone;
+  std::shared_ptr<NodesCommunicator> gone_nodes;
   {
     const std::lock_guard lock(mutex_);
     const std::lock_guard life(life_);
@@ -283,8 +311,11 @@ void CudaGroup::close(bool drained) {
       line.last.reset();
       line.last_captured.reset();
     }
-    gone = std::move(communicator_);
+    gone = communicator_ ? std::move(communicator_) : std::move(here_);
+    gone_nodes = std::move(nodes_);
   }
+  // Its memory goes before the node's communicator, which would wait for graphs that still run.
+  if (gone_nodes && !(drained && gone->settle())) new std::shared_ptr<NodesCommunicator>(std::move(gone_nodes));
   if (!drained && gone) new std::shared_ptr<CudaCommunicator>(std::move(gone));
 }
 

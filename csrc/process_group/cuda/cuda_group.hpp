@@ -17,6 +17,7 @@
 #include <optional>
 #include <string>
 
+#include "collectives/cuda/between/nodes_communicator.hpp"
 #include "collectives/cuda/cuda_communicator.hpp"
 #include "health/flight/flight_record.hpp"
 #include "process_group/carriers/nccl_entry.hpp"
@@ -27,6 +28,9 @@
 namespace ark {
 
 class GroupCore;
+
+// What every communicator of a group on this device is made with: its time limit, and who hears of its failures.
+CudaCommunicator::Options communicator_options(c10::Device device, GroupCore& core, bool share_gpu);
 
 // Every operation's end event is recorded at once, although few are ever waited for. An event recorded later would also
 // cover everything that the stream received in between. The later stream could then deadlock with a rank that issues
@@ -55,6 +59,9 @@ class CudaGroup {
   // `nccl`: an entry of the dispatch table; null if NCCL has no share.
   CudaGroup(c10::Device device, std::unique_ptr<CudaCommunicator> communicator, std::shared_ptr<NcclEntry> nccl = {});
   explicit CudaGroup(c10::Device device, c10::intrusive_ptr<c10d::Backend> carrier);
+  // Over several nodes. here: of this node's ranks. carrier: has what `nodes` does not take; may be null.
+  CudaGroup(c10::Device device, std::shared_ptr<CudaCommunicator> here, std::unique_ptr<NodesCommunicator> nodes,
+            c10::intrusive_ptr<c10d::Backend> carrier);
   ~CudaGroup();
 
   // Lets the core number and record the operation, then runs its body with its stream current.
@@ -80,10 +87,11 @@ class CudaGroup {
   void close(bool drained);
 
   const c10::Device device;
-  const c10::intrusive_ptr<c10d::Backend> carrier;  // carries CUDA tensors if ark cannot; else null
+  const c10::intrusive_ptr<c10d::Backend> carrier;  // carries CUDA tensors that ark cannot; else null
   const std::shared_ptr<NcclEntry> nccl;            // carries some collectives beside ark; may be null
   EventPool& events() { return *events_; }
-  std::shared_ptr<CudaCommunicator> communicator();  // null if carried or closed
+  std::shared_ptr<CudaCommunicator> communicator();  // of the whole group; null if carried, over nodes or closed
+  std::shared_ptr<NodesCommunicator> nodes();        // null unless over several nodes; null if closed
   uint64_t shared_bytes();                           // GPU memory of this rank that peers map
   // Device begin and end times on the steady clock, in ns; 0: unknown. `ended`: whether to read the end.
   std::pair<int64_t, int64_t> times_of(const OperationRecord& operation, bool ended);
@@ -99,6 +107,8 @@ class CudaGroup {
     std::vector<RecordPtr> captured;  // of the newest capture, with what they keep
   };
   c10::Stream own_stream(Line& line, bool captured);
+  // Whose kernels the watch looks after; null if carried or closed.
+  std::shared_ptr<CudaCommunicator> watched();
   // Moves finished operations to `passed`.
   void look(Line& line, std::vector<RecordPtr>& passed, bool all);
 
@@ -106,6 +116,8 @@ class CudaGroup {
   std::unique_ptr<DeviceClock> clock_;  // created under mutex_ at the first timed operation
   std::mutex life_;
   std::shared_ptr<CudaCommunicator> communicator_;
+  std::shared_ptr<CudaCommunicator> here_;  // with nodes_: of this node's ranks
+  std::shared_ptr<NodesCommunicator> nodes_;
   std::mutex mutex_;
   std::map<int, Line> lines_;
   std::shared_ptr<EventPool> events_ = std::make_shared<EventPool>();

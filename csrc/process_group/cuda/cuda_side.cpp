@@ -17,8 +17,15 @@ namespace ark {
 namespace {
 constexpr char kCudaFailure[] = "failure";
 constexpr char kAsAsked[] = "as ARK_DISABLE_P2P asks";
-
 }  // namespace
+
+DispatchLimits ProcessGroupArk::cuda_limits() const {
+  const PeerAccess access = !options_->disable_p2p   ? PeerAccess::tested
+                            : *options_->disable_p2p ? PeerAccess::avoided
+                                                     : PeerAccess::trusted;
+  return {static_cast<uint64_t>(options_->buffer_mb) << 20, options_->fast_reduction, access,
+          options_->nccl_leaves_p2p};
+}
 
 // One line for people: why CUDA tensors go through the host, how much memory that takes, and what NCCL carries.
 std::string ProcessGroupArk::host_line(const CudaCommunicator& communicator) const {
@@ -43,7 +50,7 @@ uint64_t ProcessGroupArk::cuda_shared_bytes() const {
 
 std::string ProcessGroupArk::cuda_carrier() const {
   const auto cuda = core_->cuda();
-  return !cuda ? "" : cuda->carrier ? cuda->carrier->getBackendName() : "ark";
+  return !cuda ? "" : cuda->carrier && !cuda->nodes() ? cuda->carrier->getBackendName() : "ark";
 }
 
 std::string ProcessGroupArk::cuda_on_host() const {
@@ -92,10 +99,7 @@ std::shared_ptr<CudaGroup> ProcessGroupArk::join_on(const char* operation, c10::
     std::string why = "its ranks share no memory";
     std::shared_ptr<CudaGroup> side;
     if (core_->shm) {
-      CudaCommunicator::Options options;
-      options.device = device.index();
-      options.timeout = std::chrono::milliseconds(core_->timeout_ms.load());
-      options.device_each = !options_->share_gpu;
+      CudaCommunicator::Options options = communicator_options(device, *core_, options_->share_gpu);
       options.check = [store, check = ends_with(core_->shm->health(), options.timeout), rank = rank_] {
         try {
           check();
@@ -106,8 +110,6 @@ std::shared_ptr<CudaGroup> ProcessGroupArk::join_on(const char* operation, c10::
         raise_peers_cuda_failure(*store, rank);
       };
       options.dispatch = find_dispatch(*store, device, options.check);
-      options.note = [core = core_.get()](const Error& error) { core->device_gives_up(error); };
-      options.log = [core = core_.get()](const Error& error) { core->device_gave_up(error); };
       auto communicator = CudaCommunicator::create(rank_, size_, store, core_->shm->health(), options, why);
       if (communicator) {
         auto nccl = nccl_entry(device, communicator->dispatch());
@@ -115,6 +117,7 @@ std::shared_ptr<CudaGroup> ProcessGroupArk::join_on(const char* operation, c10::
         side = std::make_shared<CudaGroup>(device, std::move(communicator), std::move(nccl));
       }
     }
+    if (!core_->shm) side = join_nodes_on(device, why);
     if (!side) {
       if (!options_->make_cuda_carrier) {
         throw Error(ErrorKind::system,
@@ -128,7 +131,7 @@ std::shared_ptr<CudaGroup> ProcessGroupArk::join_on(const char* operation, c10::
                                               rank_, size_, std::chrono::milliseconds(core_->timeout_ms.load())));
     }
     core_->adopt(side);
-    if (side->carrier && rank_ == 0 && options_->log) {
+    if (side->carrier && !side->nodes() && rank_ == 0 && options_->log) {
       const bool gloo = side->carrier->getBackendName() == "gloo";
       options_->log("group \"" + options_->group_name + "\" of " + std::to_string(size_) +
                     " ranks: CUDA tensors are carried by PyTorch's " + (gloo ? "Gloo: " : "NCCL: ") + why);
@@ -146,13 +149,17 @@ std::shared_ptr<CudaGroup> ProcessGroupArk::join_on(const char* operation, c10::
 // try, because they have moved on. CPU tensors are not affected.
 void ProcessGroupArk::fail_cuda(KeyValueStore& store, Error error) {
   cuda_failure_ = std::move(error);
+  tell_cuda_failure(store, *cuda_failure_);
+  throw *cuda_failure_;
+}
+
+void ProcessGroupArk::tell_cuda_failure(KeyValueStore& store, const Error& error) const {
   try {
-    const std::string told = std::to_string(rank_) + " " + cuda_failure_->what();
+    const std::string told = std::to_string(rank_) + " " + error.what();
     store.set(kCudaFailure, {told.begin(), told.end()});
   } catch (const std::exception&) {
     // Without a store no peer waits there either.
   }
-  throw *cuda_failure_;
 }
 
 void ProcessGroupArk::raise_peers_cuda_failure(KeyValueStore& store, int rank) {

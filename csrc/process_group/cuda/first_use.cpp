@@ -14,11 +14,6 @@ namespace ark {
 
 namespace {
 
-PeerAccess peer_access_of(const ProcessGroupArk::Options& options) {
-  if (!options.disable_p2p) return PeerAccess::tested;
-  return *options.disable_p2p ? PeerAccess::avoided : PeerAccess::trusted;
-}
-
 bool has_rule(const std::vector<CudaRule>& rules, int size) {
   return std::any_of(rules.begin(), rules.end(), [&](const CudaRule& rule) { return size <= rule.max_ranks; });
 }
@@ -30,8 +25,7 @@ bool has_rule(const std::vector<CudaRule>& rules, int size) {
 CudaDispatch ProcessGroupArk::find_dispatch(KeyValueStore& store, c10::Device device,
                                             const std::function<void()>& check) {
   std::vector<CudaRule> rules = options_->cuda_dispatch;
-  DispatchLimits limits{static_cast<uint64_t>(options_->buffer_mb) << 20, options_->fast_reduction,
-                        peer_access_of(*options_), options_->nccl_leaves_p2p};
+  DispatchLimits limits = cuda_limits();
   // Ranks that share a GPU wait for each other's slices of time, so that figures would mean nothing.
   const bool free = rank_ == 0 && size_ > 1 && !options_->share_gpu && !has_rule(rules, size_);
   if (free && options_->known_dispatch && options_->measure_dispatch) {

@@ -98,6 +98,43 @@ TEST(RequestServer, ServesAllPostersInOrderOverManyLaps) {
   for (uint64_t at = 0; at < there.size(); ++at) ASSERT_EQ(there[at], at * at + 1);
 }
 
+// Each ring is in its own order, none waits for another, and what fails in a pause ends the thread.
+TEST(RequestServer, SeveralRings) {
+  constexpr size_t kRings = 3;
+  constexpr uint64_t kEach = 5 * protocol::kRequests;
+  std::vector<protocol::RequestRing> rings(kRings);
+  std::vector<uint64_t> next(kRings);
+  uint64_t wrong = 0;
+  std::atomic<bool> ends{false};
+  RequestServer server(
+      rings, [&](size_t ring, const Request& request) { wrong += request.bytes != next[ring]++ || request.to != ring; },
+      {std::chrono::microseconds(0), std::chrono::microseconds(50)},
+      [&] {
+        if (ends) throw std::runtime_error("in a pause");
+      });
+  std::vector<std::thread> posters;
+  for (size_t r = 0; r + 1 < kRings; ++r)  // nobody posts to the last
+    posters.emplace_back([&, r] {
+      uint64_t head = 0, known = 0;
+      for (uint64_t n = 0; n < kEach; ++n) ASSERT_TRUE(post_within(rings[r], head, {Request::put, 0, r, 0, n}, known));
+    });
+  for (std::thread& poster : posters) poster.join();
+  test::wait_until("the last request", [&] { return server.served() == (kRings - 1) * kEach; });
+  server.check();
+  ends = true;
+  test::wait_until("the thread's end", [&] {
+    try {
+      server.check();
+      return false;
+    } catch (const std::runtime_error& error) {
+      return std::string(error.what()) == "in a pause";
+    }
+  });
+  server.stop();
+  EXPECT_EQ(wrong, 0u);
+  EXPECT_EQ(next, (std::vector<uint64_t>{kEach, kEach, 0}));
+}
+
 // After a request was served, its poster may reuse the memory. An ordinary read there must come before this ordinary
 // write, ordered by the release of `served`.
 TEST(RequestServer, WhatWasServedMayBeWrittenOver) {

@@ -53,6 +53,24 @@ TEST(ShareablePool, GivesNothingWhereThereIsTooLittle) {
   EXPECT_EQ(count_shareable(), 0u);
 }
 
+// Where the driver offers it; where it then refuses, memory is for GPUs alone.
+TEST(ShareablePool, IsMadeForNicsToo) {
+  const auto made_for_nics = [] {
+    const int before = allocated_for_nics();
+    void* const memory = ark_pool_alloc(kMegabyte, 0, nullptr);
+    EXPECT_NE(memory, nullptr);
+    ark_pool_free(memory, 0, 0, nullptr);
+    return allocated_for_nics() - before;
+  };
+  EXPECT_EQ(made_for_nics(), 1);
+  pretend_memory_for_nics(0);
+  EXPECT_EQ(made_for_nics(), 0);
+  pretend_memory_for_nics(1);
+  refuse_nics(true);
+  EXPECT_EQ(made_for_nics(), 0);
+  refuse_nics(false);
+}
+
 MemoryMeeting::Options meeting_of(int rank, int size, milliseconds timeout = milliseconds(20000)) {
   return {rank, size, timeout, "meeting", [] {}};
 }

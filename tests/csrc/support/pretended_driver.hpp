@@ -24,6 +24,9 @@ __attribute__((visibility("default"))) void write_from_device(unsigned long long
                                                               unsigned long bytes, int way);
 bool is_endless();                             // a device operation started that never ends
 void pinned(void* host, unsigned long bytes);  // 0: no longer pinned
+// Allocations that were asked to be for NICs, too; and whether such are refused although the attribute offers them.
+__attribute__((visibility("default"))) int allocated_for_nics();
+__attribute__((visibility("default"))) void refuse_nics(bool refused);
 // The next `count` mappings or registrations of this process fail.
 __attribute__((visibility("default"))) void fail_mappings(int count);
 
@@ -36,3 +39,4 @@ extern "C" void pretend_capture(uint64_t id);
 extern "C" void pretend_graph_end(uint64_t id);
 extern "C" void pretend_refuse_to_hold(int value);
 extern "C" void pretend_dma_buf(int supported, int writes);
+extern "C" void pretend_memory_for_nics(int offered);

@@ -21,7 +21,8 @@ std::mutex mutex;
 std::map<CUdeviceptr, size_t> reserved;
 std::map<void*, size_t> registered;
 std::atomic<int> handles{0}, mappings{0};
-std::atomic<int> maps_that_fail{0}, host_memory{1};
+std::atomic<int> maps_that_fail{0}, host_memory{1}, for_nics{0};
+std::atomic<bool> takes_nics{true};
 
 // A mapped or pinned range. `peers` numbers the mappings of peers' memory from 1 on, in mapping order.
 struct Range {
@@ -76,6 +77,14 @@ Pretended pretended() {
   return {handles, mappings, static_cast<int>(reserved.size()), static_cast<int>(registered.size())};
 }
 
+int allocated_for_nics() {
+  return for_nics;
+}
+
+void refuse_nics(bool refused) {
+  takes_nics = !refused;
+}
+
 void fail_mappings(int count) {
   maps_that_fail = count;
 }
@@ -108,11 +117,13 @@ extern "C" __attribute__((visibility("default"))) void pretend_host_memory(int v
 ARK_PRETENDED cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes, const CUmemAllocationProp* prop,
                           unsigned long long) {
   if (prop->location.type == CU_MEM_LOCATION_TYPE_HOST_NUMA && host_memory == 0) return CUDA_ERROR_NOT_SUPPORTED;
+  if (prop->allocFlags.gpuDirectRDMACapable != 0 && !takes_nics) return CUDA_ERROR_NOT_SUPPORTED;
   if (bytes > (size_t{1} << 30)) return CUDA_ERROR_OUT_OF_MEMORY;
   const int fd = ::memfd_create("pretended", MFD_CLOEXEC);
   if (fd < 0 || ::ftruncate(fd, static_cast<off_t>(bytes)) != 0) return CUDA_ERROR_UNKNOWN;
   *handle = static_cast<CUmemGenericAllocationHandle>(fd) + 1;
   ++handles;
+  for_nics += prop->allocFlags.gpuDirectRDMACapable != 0;
   return CUDA_SUCCESS;
 }
 ARK_PRETENDED cuMemRelease(CUmemGenericAllocationHandle handle) {

@@ -1,7 +1,8 @@
 // A pretended libcuda. Every call succeeds and does nothing, unless a test asks for more by the pretend_... functions.
 // Memory that ranks share is real host memory (tests/csrc/support/pretended_memory.cpp); other memory is addresses that
-// must not be accessed. The only kernel that runs is that of the peer test (cuda/peer_test.cuh). Python tests load the
-// library before torch's own would be loaded (__init__.py); C++ tests link it (tests/CMakeLists.txt).
+// must not be accessed. Two kinds of kernels run, within their launch: the peer test's (cuda/peer_test.cuh) and those
+// between nodes (cuda/between.cuh). Python tests load the library before torch's own would be loaded (__init__.py); C++
+// tests link it (tests/CMakeLists.txt).
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -14,19 +15,21 @@
 
 #include "collectives/cuda/cuda_communicator.hpp"
 #include "cuda/add.cuh"
+#include "cuda/between.cuh"
 #include "cuda/fused/matmul.cuh"
 #include "cuda/fused/moe_layer.cuh"
 #include "cuda/fused/moe_rows.cuh"
 #include "cuda/loop/launch.cuh"
 #include "cuda/one_shot.cuh"
 #include "cuda/peer_test.cuh"
+#include "support/between_player.hpp"
 #include "support/pretended_driver.hpp"
 
 using namespace ark;
 
 namespace {
 std::atomic<int> capability{90}, version{13000}, devices{16}, reach{1}, launched{0}, tests{0};
-std::atomic<int> dma_buf{1}, ordering{100};
+std::atomic<int> dma_buf{1}, ordering{100}, memory_for_nics{1};
 std::atomic<int> shared{232448}, local{0}, resident{2};
 std::atomic<uint64_t> capture{0}, next_address{uint64_t{1} << 40};
 thread_local void* context = nullptr;
@@ -48,6 +51,9 @@ extern "C" {
 void pretend_dma_buf(int supported, int writes) {
   dma_buf = supported;
   ordering = writes;
+}
+void pretend_memory_for_nics(int offered) {
+  memory_for_nics = offered;
 }
 void pretend_capability(int major_and_minor) {
   capability = major_and_minor;
@@ -108,6 +114,7 @@ CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice
     case 76: *value = capability % 10; break;
     case 16: *value = 132; break;
     case 97: *value = shared; break;
+    case CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED: *value = memory_for_nics; break;
     case CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED: *value = dma_buf; break;
     case CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING: *value = ordering; break;
     default: *value = 1;
@@ -160,6 +167,7 @@ CUresult cuFuncGetParamInfo(CUfunction function, size_t, size_t* offset, size_t*
                {"moe_dispatch", sizeof(device::MoeParams)},       {"moe_scatter", sizeof(device::MoeParams)},
                {"moe_gather", sizeof(device::MoeParams)},         {"moe_settle", sizeof(device::SettleParams)},
                {"moe_product", sizeof(device::MoeProductParams)}, {"moe_layer", sizeof(device::MoeLayerParams)},
+               {"between_move", sizeof(device::BetweenParams)},   {"between_add", sizeof(device::BetweenParams)},
                {"peer_test", sizeof(device::PeerTestParams)}};
   *offset = *bytes = 0;
   for (const auto& one : known)
@@ -167,7 +175,13 @@ CUresult cuFuncGetParamInfo(CUfunction function, size_t, size_t* offset, size_t*
   return CUDA_SUCCESS;
 }
 CUresult cuLaunchKernelEx(const CUlaunchConfig*, CUfunction function, void** params, void**) {
-  if (std::strcmp(reinterpret_cast<const char*>(function), "peer_test") != 0) {
+  const char* const name = reinterpret_cast<const char*>(function);
+  if (std::strncmp(name, "between_", 8) == 0) {
+    test::play_between(*static_cast<const device::BetweenParams*>(params[0]), std::strcmp(name, "between_add") == 0);
+    ++launched;
+    return CUDA_SUCCESS;
+  }
+  if (std::strcmp(name, "peer_test") != 0) {
     ++launched;
     return CUDA_SUCCESS;
   }

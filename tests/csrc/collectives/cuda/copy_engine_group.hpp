@@ -47,12 +47,12 @@ struct Step {
   bool registered;  // whether this step's output is
 };
 
-uint32_t value_of(uint64_t seed, int rank, uint64_t i) {
+inline uint32_t value_of(uint64_t seed, int rank, uint64_t i) {
   return static_cast<uint32_t>((seed * 1000003 + rank * 7919 + i) * 2654435761u >> 7);
 }
 
 // Words that one rank sends to another in an all_to_all.
-uint64_t count_of(const Step& step, int from, int to) {
+inline uint64_t count_of(const Step& step, int from, int to) {
   return (from * 3 + to * 5 + step.seed) % 4 == 0 ? 0 : step.count * (1 + (from + 2 * to) % 3) / 3;
 }
 

@@ -1,0 +1,131 @@
+// Opens the stage by an exchange of records through the store, and fills the kernels' parameters.
+#include "collectives/cuda/between/between_stage.hpp"
+
+#include <algorithm>
+
+#include "collectives/cuda/stubs.hpp"
+#include "collectives/rma/rma_record.hpp"
+#include "jit/kernel.hpp"
+#include "shm/store_gather.hpp"
+
+namespace ark {
+
+namespace {
+
+std::string as_printable(std::string text) {
+  for (char& c : text)
+    if (c < ' ' || c > '~') c = '?';
+  return text.substr(0, RmaRecord::kMaxReasonBytes);
+}
+
+void launch_on_device(int device, const Operation& operation, const device::BetweenParams& params, bool adds,
+                      uint32_t blocks) {
+  const RuleKind rule = rule_of(operation.descriptor.dtype, operation.descriptor.op);
+  const jit::Kernel& kernel =
+      jit::KernelLibrary::of(device).get(between_stub(rule), adds ? "between_add" : "between_move");
+  const CurrentContext context(device);
+  jit::launch(kernel, {blocks}, {device::kBetweenThreads}, 0, static_cast<CUstream>(operation.stream), params);
+}
+
+uint64_t time_limit_of(const OperationContext& context) {
+  if (context.deadline == Clock::time_point::max()) return ~uint64_t{0};
+  return std::max<int64_t>(context.timeout.count(), 1) * 1'000'000;
+}
+
+}  // namespace
+
+std::string BetweenStage::why_not(const NodePlan& plan) {
+  if (plan.nodes() > device::kMostNodes)
+    return std::to_string(plan.nodes()) + " nodes; kernels are made for up to " + std::to_string(device::kMostNodes);
+  if (plan.most_in_node() != plan.rails()) return "its nodes have unequal numbers of ranks";
+  return "";
+}
+
+BetweenStage::BetweenStage(Setup setup, const NodePlan& plan)
+    : setup_(std::move(setup)), scratch_(DeviceMemory::allocate(setup_.device, setup_.scratch_bytes)) {
+  rdma::GpuWindow::Setup window;
+  window.gpu = setup_.device;
+  window.path = setup_.path ? *setup_.path : rdma::gpu_path(*setup_.messages->engine(0)->device(), setup_.device);
+  window.shape = setup_.shape.value_or(rdma::GpuWindow::Shape::of(plan.nodes()));
+  for (int node = 0; node < plan.nodes(); ++node) window.ranks.push_back(plan.members(node)[plan.local()]);
+  window.node = plan.node();
+  window.number = kWindows;
+  window.fail = setup_.fail;
+  window_ = std::make_unique<rdma::GpuWindow>(setup_.messages, std::move(window));
+}
+
+std::unique_ptr<BetweenStage> BetweenStage::open(Setup setup, const NodePlan& plan, KeyValueStore& store,
+                                                 std::string& why) {
+  RmaRecord record;
+  record.rank = static_cast<uint32_t>(setup.rank), record.size = static_cast<uint32_t>(setup.size);
+  record.reason = as_printable(setup.refused);
+  std::unique_ptr<BetweenStage> stage;
+  const int rank = setup.rank, size = setup.size;
+  const auto timeout = setup.timeout;
+  const std::string prefix = setup.prefix;
+  if (setup.refused.empty()) {
+    try {
+      stage.reset(new BetweenStage(std::move(setup), plan));
+      const rdma::GpuWindow::Remote own = stage->window_->own();
+      record.address = own.address, record.keys = own.keys, record.elements = stage->window_->bytes();
+    } catch (const Error& error) {
+      record.reason = as_printable(error.message());
+      stage.reset();
+    }
+  }
+  const auto records = store_all_gather(store, prefix, rank, size, record.encode(), timeout);
+  std::vector<rdma::GpuWindow::Remote> remotes(plan.nodes());
+  for (int peer = 0; peer < size; ++peer) {
+    RmaRecord found;
+    try {
+      found = RmaRecord::decode(records[peer]);
+      if (static_cast<int>(found.rank) != peer || static_cast<int>(found.size) != size)
+        throw Error(ErrorKind::mismatch, "it is of rank " + std::to_string(found.rank));
+      if (stage && found.reason.empty() && found.elements != stage->window_->bytes())
+        throw Error(ErrorKind::mismatch, "its memory has " + std::to_string(found.elements) + " bytes, not " +
+                                             std::to_string(stage->window_->bytes()));
+    } catch (const Error& error) {
+      throw Error(
+          ErrorKind::mismatch,
+          "record of rank " + std::to_string(peer) + " for the GPU stage between nodes rejected: " + error.message(),
+          ErrorContext{rank, peer, "init", 0, "Run the same ark_torch on all ranks."});
+    }
+    if (!found.reason.empty() && why.empty()) why = "rank " + std::to_string(peer) + ": " + found.reason;
+    if (plan.local_of(peer) == plan.local()) remotes[plan.node_of(peer)] = {found.address, found.keys};
+  }
+  if (!why.empty()) return nullptr;
+  stage->window_->connect(std::move(remotes));
+  return stage;
+}
+
+void BetweenStage::move(const Operation& operation, const Blocks& blocks) {
+  launch(operation, blocks, false, false);
+}
+
+void BetweenStage::add(const Operation& operation, const Blocks& blocks, bool average) {
+  launch(operation, blocks, true, average);
+}
+
+void BetweenStage::launch(const Operation& operation, const Blocks& blocks, bool adds, bool average) {
+  device::BetweenParams params{};
+  params.window = window_->kernels_view();
+  params.status = setup_.status;
+  params.limit_ns = time_limit_of(operation.context);
+  params.ranks = setup_.size;
+  params.average = average;
+  params.dtype = static_cast<device::DType>(operation.descriptor.dtype);
+  params.op = static_cast<device::ReduceOp>(average ? ReduceOp::avg : operation.descriptor.op);
+  uint32_t lanes = 0;
+  for (int node = 0; node < params.window.nodes; ++node) {
+    params.names[node] = window_->setup().ranks[node];
+    params.send[node] = blocks.send[node], params.receive[node] = blocks.receive[node];
+    params.send_bytes[node] = blocks.send_bytes[node], params.receive_bytes[node] = blocks.receive_bytes[node];
+    for (const uint64_t bytes : {params.send_bytes[node], params.receive_bytes[node]})
+      if (bytes > 0) lanes = std::max(lanes, device::between_lanes(bytes, params.window.lanes));
+  }
+  if (lanes == 0) return;
+  if (setup_.launch) return setup_.launch(operation, params, adds, lanes);
+  launch_on_device(setup_.device, operation, params, adds, lanes);
+}
+
+}  // namespace ark

@@ -1,0 +1,75 @@
+// The stage between nodes of a group's collectives on CUDA tensors: launches the kernels of cuda/between.cuh.
+//
+// All ranks open it together and agree whether they have it. Operations are enqueued on the operation's stream, in the
+// same order on all ranks that exchange, and may be captured.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "collectives/node_plan.hpp"
+#include "collectives/operation.hpp"
+#include "cuda/between.cuh"
+#include "cuda/device_memory.hpp"
+#include "dma/rdma/gpu_window.hpp"
+#include "shm/key_value.hpp"
+
+namespace ark {
+
+class BetweenStage {
+ public:
+  // Launches a kernel of so many blocks.
+  using Launch = std::function<void(const Operation&, const device::BetweenParams&, bool adds, uint32_t blocks)>;
+  struct Setup {
+    int rank = 0, size = 1;
+    int device = 0;
+    std::shared_ptr<rdma::Messages> messages;
+    device::GroupStatus* status = nullptr;        // of this node's kernels
+    std::string refused;                          // why this rank has no such stage; empty: it may
+    std::string prefix;                           // of keys in the store, of this call alone
+    std::chrono::milliseconds timeout{0};         // of open()
+    std::function<void(const Error&)> fail;       // a request of a kernel has failed; on another thread
+    Launch launch;                                // empty: on the device
+    std::optional<rdma::GpuWindow::Shape> shape;  // alike on all ranks; empty: by the number of nodes
+    std::optional<rdma::GpuPath> path;            // empty: what the driver and the NIC offer
+    size_t scratch_bytes = 32 << 20;              // alike on all ranks
+  };
+  static constexpr int32_t kWindows = 1 << 20;  // number of the first window of Messages that the stage uses
+
+  // Collective over the group's ranks. Returns null on all ranks, and sets `why`, if one refuses.
+  static std::unique_ptr<BetweenStage> open(Setup setup, const NodePlan& plan, KeyValueStore& store, std::string& why);
+  // Why no group of this shape has the stage; empty: it may.
+  static std::string why_not(const NodePlan& plan);
+
+  // By node, whom this rank exchanges with there. [own]: what this rank keeps, which is copied unless both are one.
+  struct Blocks {
+    explicit Blocks(int nodes) : send(nodes), receive(nodes), send_bytes(nodes), receive_bytes(nodes) {}
+    std::vector<const void*> send;
+    std::vector<void*> receive;
+    std::vector<uint64_t> send_bytes, receive_bytes;
+  };
+  void move(const Operation& operation, const Blocks& blocks);
+  // receive[own] = the sum of what all send to this node, in the order of nodes; with send_bytes[own] =
+  // receive_bytes[own], and the same of each node, 0 where nothing comes here. average: divided by the group's size.
+  void add(const Operation& operation, const Blocks& blocks, bool average);
+
+  // Memory of the device between the stages of an operation; larger tensors go in slices.
+  std::byte* scratch() const { return reinterpret_cast<std::byte*>(scratch_.data()); }
+  size_t scratch_bytes() const { return setup_.scratch_bytes; }
+
+  const rdma::GpuPath& path() const { return window_->path(); }
+  uint64_t bytes() const { return window_->bytes(); }  // of memory that the NIC uses
+  uint64_t requests() const { return window_->requests(); }
+
+ private:
+  BetweenStage(Setup setup, const NodePlan& plan);
+  void launch(const Operation& operation, const Blocks& blocks, bool adds, bool average);
+
+  const Setup setup_;
+  const DeviceMemory scratch_;
+  std::unique_ptr<rdma::GpuWindow> window_;
+};
+
+}  // namespace ark

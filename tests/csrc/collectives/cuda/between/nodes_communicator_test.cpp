@@ -1,0 +1,356 @@
+// Collectives over several nodes on a pretended NIC: the CPU plays the kernels between nodes, requests go through real
+// rings, and shared memory of the CPU stands for the GPUs of a node.
+#include <cstring>
+#include <numeric>
+
+#include "collectives/cpu/ranks.hpp"
+#include "collectives/cuda/between/nodes_communicator.hpp"
+#include "dma/rdma/support.hpp"
+#include "support/between_player.hpp"
+#include "support/pretended_driver.hpp"
+
+namespace ark::rdma_test {
+namespace {
+
+using rdma::GpuWindow;
+
+struct Form {
+  int nodes, places;
+  int direct;  // this many of the first ranks have GPU memory that the NIC reaches
+  int rails = 1;
+};
+
+// The ranks of a group as threads; node after node.
+class World {
+ public:
+  struct Rank {
+    std::unique_ptr<NodesCommunicator> group;
+    device::GroupStatus status{};
+    std::vector<Error> failures;  // of requests
+  };
+  using Body = std::function<void(Communicator& group, Rank& rank, int number)>;
+
+  explicit World(Form form, std::chrono::milliseconds limit = std::chrono::seconds(30))
+      : form_(form), limit_(limit), group_(form.nodes * form.places, {}, pretended_options(), 1024, form.rails) {}
+
+  int size() const { return form_.nodes * form_.places; }
+  Messages& messages(int rank) { return group_[rank]; }
+
+  Operation operation(Kind kind, DType dtype, size_t count, ReduceOp op = ReduceOp::sum, int root = -1) const {
+    return test::operation(kind, 1, dtype, count, op, root, limit_);
+  }
+
+  // What each rank threw.
+  std::vector<std::string> run(const Body& body) {
+    std::vector<std::string> thrown(size());
+    std::vector<test::Job> jobs;
+    for (int node = 0; node < form_.nodes; ++node) jobs.push_back(test::make_job(form_.places));
+    std::vector<std::thread> threads;
+    for (int number = 0; number < size(); ++number)
+      threads.emplace_back([&, number] {
+        try {
+          run_one(number, jobs[number / form_.places], body);
+        } catch (const Error& error) {
+          thrown[number] = error.what();
+        }
+      });
+    for (auto& thread : threads) thread.join();
+    return thrown;
+  }
+
+ private:
+  void run_one(int number, test::Job& job, const Body& body) {
+    std::vector<int> node_of(size());
+    for (int r = 0; r < size(); ++r) node_of[r] = r / form_.places;
+    const NodePlan plan(node_of, number);
+    const auto node = std::make_shared<ShmCommunicator>(plan.local(), form_.places, std::move(job.ranks[plan.local()]),
+                                                        test::default_options());
+    Rank rank;
+    std::mutex mutex;
+    BetweenStage::Setup setup;
+    setup.rank = number, setup.size = size();
+    setup.messages = group_.ranks[number];
+    setup.status = &rank.status;
+    setup.scratch_bytes = 128 << 10;
+    setup.prefix = "stage", setup.timeout = std::chrono::seconds(20);
+    setup.shape = GpuWindow::Shape{.lanes = 3, .slots = 4, .chunk_bytes = 8 << 10};
+    setup.fail = [&](const Error& error) {
+      const std::lock_guard lock(mutex);
+      rank.failures.push_back(error);
+      protocol::store_release(rank.status.abort, protocol::uint32{1});
+    };
+    setup.launch = [&](const Operation&, const device::BetweenParams& params, bool adds, uint32_t blocks) {
+      EXPECT_LE(blocks, params.window.lanes);
+      if (test::play_between(params, adds)) return;
+      const int peer = rank.status.peer;
+      throw Error(ErrorKind::timeout, device::is_outside(peer)
+                                          ? "waited for rank " + std::to_string(device::outside_rank(peer))
+                                          : "told to leave");
+    };
+    setup.refused = refused(number);
+    StoreOf store(group_.store);
+    if (number >= form_.direct) setup.path = rdma::GpuPath{false, "a test wants it so"};
+    std::string why;
+    auto stage = BetweenStage::open(std::move(setup), plan, store, why);
+    if (!stage) throw Error(ErrorKind::system, why);
+    EXPECT_EQ(stage->path().direct, number < form_.direct) << stage->path().reason;
+    rank.group = std::make_unique<NodesCommunicator>(number, size(), plan, node, std::move(stage));
+    try {
+      body(*rank.group, rank, number);
+    } catch (...) {
+      finish(*node, rank);
+      throw;
+    }
+    finish(*node, rank);
+  }
+  static void finish(ShmCommunicator& node, Rank& rank) {
+    rank.group.reset();
+    node.health().say_goodbye();
+    node.point_to_point().stop();
+  }
+  std::string refused(int rank) const { return rank == refusing ? "a test wants it so" : ""; }
+
+  const Form form_;
+  const std::chrono::milliseconds limit_;
+  Group group_;
+
+ public:
+  int refusing = -1;
+};
+
+class NodesTest : public RdmaTest {
+ protected:
+  void SetUp() override {
+    driver();
+    RdmaTest::SetUp();
+    pretend_dma_buf(1, 100);
+  }
+};
+
+void expect_quiet(const std::vector<std::string>& thrown) {
+  for (size_t rank = 0; rank < thrown.size(); ++rank) EXPECT_EQ(thrown[rank], "") << "rank " << rank;
+}
+
+float value(int rank, size_t i) {
+  return static_cast<float>((rank + 1) * static_cast<int>(i % 13 + 1));
+}
+
+std::vector<float> values(int rank, size_t count, size_t from = 0) {
+  std::vector<float> all(count);
+  for (size_t i = 0; i < count; ++i) all[i] = value(rank, from + i);
+  return all;
+}
+
+std::vector<float> sums(int size, size_t count, size_t from = 0, float by = 1) {
+  std::vector<float> all(count);
+  const int ranks = size * (size + 1) / 2;
+  for (size_t i = 0; i < count; ++i) all[i] = static_cast<float>(ranks * static_cast<int>((from + i) % 13 + 1)) / by;
+  return all;
+}
+
+class NodesForms : public NodesTest, public ::testing::WithParamInterface<Form> {};
+
+// From a word to what takes every slot several times and, for slices, more than the scratch memory.
+constexpr size_t kCounts[] = {1, 77, 5000, 40001, 300007};
+
+TEST_P(NodesForms, EveryCollectiveOfEverySize) {
+  World world(GetParam());
+  const int size = world.size();
+  const auto thrown = world.run([&](Communicator& group, World::Rank&, int me) {
+    for (const size_t count : kCounts) {
+      const auto what = [&](Kind kind, ReduceOp op = ReduceOp::sum, int root = -1) {
+        return world.operation(kind, DType::f32, count, op, root);
+      };
+      for (const bool in_place : {true, false}) {
+        auto in = values(me, count);
+        std::vector<float> out(count);
+        group.all_reduce(what(Kind::all_reduce), in.data(), in_place ? in.data() : out.data(), count);
+        EXPECT_EQ(in_place ? in : out, sums(size, count)) << count;
+        if (!in_place) {
+          EXPECT_EQ(in, values(me, count));
+        }
+      }
+      {
+        auto in = values(me, count);
+        group.all_reduce(what(Kind::all_reduce, ReduceOp::avg), in.data(), in.data(), count);
+        const auto expected = sums(size, count, 0, static_cast<float>(size));
+        for (size_t i = 0; i < count; ++i) ASSERT_FLOAT_EQ(in[i], expected[i]) << i;
+      }
+      for (int root = 0; root < size; ++root) {
+        auto in = values(me, count);
+        group.reduce(what(Kind::reduce, ReduceOp::sum, root), in.data(), me == root ? in.data() : nullptr, count);
+        EXPECT_EQ(in, me == root ? sums(size, count) : values(me, count)) << count << " to " << root;
+
+        auto data = values(me, count);
+        group.broadcast(what(Kind::broadcast, ReduceOp::sum, root), data.data(), count * 4);
+        EXPECT_EQ(data, values(root, count)) << count << " from " << root;
+      }
+      const size_t each = count / static_cast<size_t>(size) + 1, bytes = each * 4;
+      std::vector<float> all(each * size);
+      std::vector<void*> outs;
+      std::vector<const void*> ins;
+      const auto aim = [&](std::vector<float>& blocks) {
+        outs.clear(), ins.clear();
+        for (int r = 0; r < size; ++r) outs.push_back(blocks.data() + each * r), ins.push_back(outs.back());
+      };
+      const auto whole_of = [&](int rank) {
+        auto from = values(rank, each * size);
+        return from;
+      };
+      {
+        auto mine = whole_of(me);
+        aim(mine);
+        std::vector<float> out(each);
+        group.reduce_scatter(what(Kind::reduce_scatter), ins.data(), out.data(), each);
+        EXPECT_EQ(out, sums(size, each, each * me)) << count;
+      }
+      std::vector<float> gathered;
+      for (int r = 0; r < size; ++r) {
+        const auto theirs = values(r, each);
+        gathered.insert(gathered.end(), theirs.begin(), theirs.end());
+      }
+      {
+        const auto mine = values(me, each);
+        aim(all);
+        group.all_gather(what(Kind::all_gather), mine.data(), outs.data(), bytes);
+        EXPECT_EQ(all, gathered) << count;
+      }
+      for (int root = 0; root < size; ++root) {
+        const auto mine = values(me, each);
+        std::fill(all.begin(), all.end(), 0.0F);
+        aim(all);
+        group.gather(what(Kind::gather, ReduceOp::sum, root), mine.data(), me == root ? outs.data() : nullptr, bytes);
+        if (me == root) {
+          EXPECT_EQ(all, gathered) << count << " to " << root;
+        }
+
+        auto source = whole_of(root);
+        aim(source);
+        std::vector<float> out(each);
+        group.scatter(what(Kind::scatter, ReduceOp::sum, root), me == root ? ins.data() : nullptr, out.data(), bytes);
+        EXPECT_EQ(out, values(root, each, each * me)) << count << " from " << root;
+      }
+      {
+        auto mine = whole_of(me);
+        std::vector<Bytes> from;
+        std::vector<MutableBytes> to;
+        for (int r = 0; r < size; ++r) {
+          from.push_back({mine.data() + each * r, bytes});
+          to.push_back({all.data() + each * r, bytes});
+        }
+        group.all_to_all(what(Kind::all_to_all), from.data(), to.data());
+        for (int r = 0; r < size; ++r)
+          EXPECT_EQ(std::vector<float>(all.begin() + each * r, all.begin() + each * (r + 1)),
+                    values(r, each, each * me));
+      }
+      group.barrier(what(Kind::barrier));
+    }
+  });
+  expect_quiet(thrown);
+}
+INSTANTIATE_TEST_SUITE_P(Of, NodesForms,
+                         ::testing::Values(Form{2, 1, 2}, Form{2, 1, 0}, Form{2, 1, 1, 2}, Form{3, 1, 1}, Form{2, 2, 4},
+                                           Form{2, 3, 3}, Form{4, 1, 0}));
+
+// Sums of every type are those of the CPU's group, which adds in the same order; and alike on all ranks.
+TEST_F(NodesTest, TypesAndOperations) {
+  World world({3, 1, 3});
+  constexpr size_t kCount = 50001;
+  const struct {
+    DType dtype;
+    ReduceOp op;
+  } cases[] = {{DType::bf16, ReduceOp::sum}, {DType::f16, ReduceOp::avg},     {DType::f64, ReduceOp::max},
+               {DType::i32, ReduceOp::sum},  {DType::u8, ReduceOp::bor},      {DType::i64, ReduceOp::min},
+               {DType::c64, ReduceOp::sum},  {DType::boolean, ReduceOp::band}};
+  const int size = world.size();
+  std::vector<std::vector<uint8_t>> results(size);
+  for (const auto& [dtype, op] : cases) {
+    const size_t bytes = kCount * size_of(dtype);
+    std::vector<std::vector<uint8_t>> inputs;
+    for (int r = 0; r < size; ++r) {
+      inputs.push_back(pattern(bytes, 5 * r + 1));
+      // Exponents of moderate size, so that sums are no NaN.
+      if (dtype != DType::boolean)
+        for (size_t i = 0; i < bytes; ++i) inputs[r][i] &= 0x3f;
+    }
+    expect_quiet(world.run([&, dtype = dtype, op = op](Communicator& group, World::Rank&, int me) {
+      results[me] = inputs[me];
+      group.all_reduce(world.operation(Kind::all_reduce, dtype, kCount, op), results[me].data(), results[me].data(),
+                       kCount);
+    }));
+    std::vector<const void*> sources;
+    for (const auto& input : inputs) sources.push_back(input.data());
+    std::vector<uint8_t> expected(bytes);
+    find_reduce(dtype, op)(expected.data(), nullptr, sources.data(), size, kCount, nullptr);
+    for (int r = 0; r < size; ++r) EXPECT_EQ(results[r], expected) << name_of(dtype) << " " << name_of(op);
+  }
+}
+
+// Numbers of chunks go on from launch to launch, as in a graph that is replayed.
+TEST_F(NodesTest, ManyLaunches) {
+  World world({2, 1, 1});
+  constexpr int kTimes = 300;
+  expect_quiet(world.run([&](Communicator& group, World::Rank& rank, int me) {
+    for (int time = 0; time < kTimes; ++time) {
+      const size_t count = 1 + static_cast<size_t>(time) * 37 % 9000;
+      auto in = values(me, count, time);
+      group.all_reduce(world.operation(Kind::all_reduce, DType::f32, count), in.data(), in.data(), count);
+      ASSERT_EQ(in, sums(2, count, time)) << time;
+    }
+    EXPECT_GE(static_cast<NodesCommunicator&>(group).stage().requests(), uint64_t{kTimes});
+    EXPECT_TRUE(rank.failures.empty());
+  }));
+}
+
+TEST_F(NodesTest, OneThatRefusesIsNamedEverywhere) {
+  World world({2, 1, 2});
+  world.refusing = 1;
+  for (const std::string& told : world.run([](Communicator&, World::Rank&, int) { FAIL(); }))
+    EXPECT_NE(told.find("rank 1: a test wants it so"), std::string::npos) << told;
+}
+
+TEST_F(NodesTest, APeerThatDoesNotComeIsNamedAtTheLimit) {
+  World world({2, 1, 0}, std::chrono::milliseconds(300));
+  const auto thrown = world.run([&](Communicator& group, World::Rank&, int me) {
+    std::vector<float> data(100000);
+    if (me == 0)
+      group.all_reduce(world.operation(Kind::all_reduce, DType::f32, data.size()), data.data(), data.data(),
+                       data.size());
+    else
+      std::this_thread::sleep_for(std::chrono::milliseconds(600));
+  });
+  EXPECT_NE(thrown[0].find("waited for rank 1"), std::string::npos) << thrown[0];
+  EXPECT_EQ(thrown[1], "");
+}
+
+// A link that comes back within the retries is not noticed; one that does not fails what kernels have asked for.
+TEST_F(NodesTest, ALinkThatIsGoneFailsTheGroup) {
+  World world({2, 1, 1}, std::chrono::seconds(20));
+  std::atomic<int> ready{0};
+  const auto thrown = world.run([&](Communicator& group, World::Rank& rank, int me) {
+    std::vector<float> data(200000);
+    const auto sum = [&] {
+      group.all_reduce(world.operation(Kind::all_reduce, DType::f32, data.size()), data.data(), data.data(),
+                       data.size());
+    };
+    sum();
+    ++ready;
+    test::wait_until("both", [&] { return ready == 2; });
+    control().link_down = 1;
+    const auto began = Clock::now();
+    try {
+      sum();
+      ADD_FAILURE() << "rank " << me << " has a sum";
+    } catch (const Error&) {
+      EXPECT_LT(Clock::now() - began, std::chrono::seconds(15));
+      EXPECT_FALSE(rank.failures.empty());
+      for (const Error& error : rank.failures) EXPECT_EQ(error.context().peer, 1 - me) << error.what();
+      throw;
+    }
+  });
+  for (const std::string& told : thrown) EXPECT_NE(told.find("told to leave"), std::string::npos) << told;
+  control().link_down = 0;
+}
+
+}  // namespace
+}  // namespace ark::rdma_test

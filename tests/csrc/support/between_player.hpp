@@ -1,0 +1,68 @@
+// Plays the kernels of cuda/between.cuh on the CPU: one thread does a lane's work, lane after lane, with the protocol's
+// and the reduction's own code.
+#pragma once
+
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+#include "cuda/between.cuh"
+
+namespace ark::test {
+
+class LoneThread {
+ public:
+  using Clock = std::chrono::steady_clock;
+  LoneThread(device::GroupStatus* status, std::chrono::nanoseconds limit) : status_(status), limit_(limit) {}
+
+  bool over(int peer, uint64_t awaited) {
+    if (protocol::load_acquire(status_->abort) != 0) return true;
+    if (Clock::now() - began_ >= limit_) {
+      status_->peer = peer;
+      status_->epoch = awaited;
+      protocol::store_release(status_->gave_up, protocol::uint32{1});
+      protocol::store_release(status_->abort, protocol::uint32{1});
+      return true;
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+    return false;
+  }
+  template <class Body>
+  bool by_one(Body&& body) {
+    began_ = Clock::now();
+    return body();
+  }
+  template <class Body>
+  void each_unit(uint64_t bytes, Body&& body) {
+    for (uint64_t unit = 0; unit * 16 < bytes; ++unit) body(unit);
+  }
+  device::Unit load(const void* from, uint64_t unit, uint64_t bytes) const {
+    device::Unit value{0, 0};
+    std::memcpy(&value, static_cast<const char*>(from) + unit * 16, std::min<uint64_t>(16, bytes - unit * 16));
+    return value;
+  }
+  void store(void* to, uint64_t unit, uint64_t bytes, const device::Unit& value) const {
+    std::memcpy(static_cast<char*>(to) + unit * 16, &value, std::min<uint64_t>(16, bytes - unit * 16));
+  }
+  void copy(void* to, const void* from, uint64_t bytes) {
+    if (bytes > 0) std::memmove(to, from, bytes);
+  }
+
+ private:
+  device::GroupStatus* const status_;
+  const std::chrono::nanoseconds limit_;
+  Clock::time_point began_ = Clock::now();
+};
+
+// Returns false if the kernel gave up.
+inline bool play_between(const device::BetweenParams& p, bool adds) {
+  constexpr uint64_t kMostLimit = uint64_t{1} << 60;
+  LoneThread team(p.status, std::chrono::nanoseconds(std::min<uint64_t>(p.limit_ns, kMostLimit)));
+  for (uint32_t lane = 0; lane < p.window.lanes; ++lane) {
+    const device::Between<LoneThread> played{p, team, lane};
+    if (!(adds ? played.add(device::GenericRule{p.dtype, p.op}) : played.move())) return false;
+  }
+  return true;
+}
+
+}  // namespace ark::test

@@ -1,0 +1,165 @@
+"""CUDA tensors of groups over several nodes with RDMA between them: on a pretended device and a pretended NIC.
+
+The kernels between nodes run here, played by the CPU within their launch (tests/csrc/support/between_player.hpp): so
+values go through the request rings, the thread that posts, queue pairs and signals, as they will on a machine with
+both. Kernels within a node do not run, so each node has one rank.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import pretended
+from support.groups import ark_only
+from support.launcher import Job, run_ranks
+from support.pretended import verbs
+from support.pretended.groups import BIG, begin, every, host, on_rank
+from support.rank import Rank
+
+pytestmark = [ark_only]
+
+Env = dict[str, str | None]
+
+
+@pytest.fixture
+def control(tmp_path: Path) -> verbs.Control:
+    return verbs.Control(tmp_path / "control")
+
+
+@pytest.fixture
+def env(pretended_gpu: Env, pretended_verbs: str, control: verbs.Control) -> Env:
+    return {
+        **pretended_gpu,
+        "ARK_NET": "rdma",
+        "ARK_RDMA_LIBRARY": pretended_verbs,
+        "ARK_RDMA_TIMEOUT": "13",
+        "ARK_TEST_VERBS_CONTROL": str(control.path),
+    }
+
+
+def _start(rank: Rank, node: int | None = None, timeout: float = 30) -> tuple[Any, Any, Any]:
+    """begin(), with a group that takes its options from the environment."""
+    os.environ["ARK_NODE"] = str(rank.rank if node is None else node)
+    _, carriers, lines = begin(rank)
+    return dist.new_group(timeout=timedelta(seconds=timeout)), carriers, lines
+
+
+def _carried_by(carriers: pretended.Carriers) -> list[str]:
+    return [call for made in carriers.made for call in made.calls() if call not in ("shutdown",)]
+
+
+def _every(rank: Rank, count: int, direct: bool) -> tuple[list[str], dict[str, bool], str]:
+    group, carriers, lines = _start(rank)
+    pretended.driver.pretend_dma_buf(int(direct), 100)
+    done = every(rank, group, count)
+    done |= {f"{name}, async": right for name, right in every(rank, group, count, True).items()}
+    for _ in range(20):  # the device's counts go on
+        x = on_rank(rank, torch.full((count,), float(rank.rank + 1)))
+        dist.all_reduce(x, group=group)
+        done["again"] = done.get("again", True) and set(host(x).tolist()) == {float(sum(range(1, rank.world_size + 1)))}
+    dist.barrier(group=group, device_ids=[rank.rank])
+    backend = group._get_backend(torch.device("cuda"))
+    assert backend.cuda_carrier == "ark"
+    told = "".join(lines.about("CUDA tensors are carried by ark's kernels in each node and RDMA between them"))
+    return _carried_by(carriers), done, told
+
+
+@pytest.mark.parametrize(("ranks", "count", "direct"), [(2, 60, True), (2, 40 * BIG, False), (3, 2 * BIG, True)])
+def test_every_collective(ranks: int, count: int, direct: bool, env: Env, control: verbs.Control) -> None:
+    control.set(refuse_dma_buf=int(not direct))
+    outcomes = run_ranks(_every, ranks, count, direct, env=env)
+    for rank, (carried, done, told) in enumerate(outcomes):
+        assert all(done.values()), (rank, done)
+        # Only what has splits is NCCL's.
+        assert {call.split()[0] for call in carried} == {"alltoall_base"}, carried
+        assert bool(told) == (rank == 0)
+    told = outcomes[0][2]
+    assert ("from and to GPU memory (dma-buf)" in told) == direct, told
+    assert ("through pinned memory of the host (" in told) == (not direct), told
+
+
+def _by_nccl(rank: Rank, nodes: tuple[int, ...]) -> tuple[str, list[str]]:
+    group, carriers, lines = _start(rank, nodes[rank.rank])
+    x = on_rank(rank, torch.full((8,), 1.0))
+    dist.all_reduce(x, group=group)
+    assert set(host(x).tolist()) == {float(rank.world_size)}
+    assert len(carriers.made) == 1
+    return group._get_backend(torch.device("cuda")).cuda_carrier, lines.about("carried by PyTorch's NCCL")
+
+
+def test_without_rdma_or_with_uneven_nodes_nccl_has_all(env: Env) -> None:
+    for changed, nodes, reason in (
+        ({"ARK_NET": "gloo"}, (0, 1), "no RDMA: "),
+        ({}, (0, 0, 1), "its nodes have unequal numbers of ranks"),
+    ):
+        outcomes = run_ranks(_by_nccl, len(nodes), nodes, env={**env, **changed})
+        assert [carrier for carrier, _ in outcomes] == ["nccl"] * len(nodes)
+        assert reason in outcomes[0][1][0], outcomes
+
+
+def _one_has_no_memory(rank: Rank) -> tuple[str, list[str]]:
+    group, _, lines = _start(rank)
+    if rank.rank == 1:
+        # The first mappings are of the node's own arena: here all of this process fail.
+        pretended.driver._ZN3ark4test13fail_mappingsEi(1000)
+    x = on_rank(rank, torch.full((8,), 1.0))
+    dist.all_reduce(x, group=group)
+    assert set(host(x).tolist()) == {2.0}
+    return group._get_backend(torch.device("cuda")).cuda_carrier, lines.about("carried by PyTorch's NCCL")
+
+
+def test_what_one_rank_lacks_leaves_all_to_nccl(env: Env) -> None:
+    outcomes = run_ranks(_one_has_no_memory, 2, env=env)
+    assert [carrier for carrier, _ in outcomes] == ["nccl", "nccl"]
+    assert "rank 1: " in outcomes[0][1][0], outcomes
+
+
+def _alone(rank: Rank, how: str) -> tuple[float, str]:
+    """Rank 1 does not call: it is killed, or just stays away. Or the link is down for both."""
+    group, _, _ = _start(rank, timeout=2 if how == "timeout" else 60)
+    x = on_rank(rank, torch.full((BIG,), 1.0))
+    dist.all_reduce(x, group=group)
+    rank.report("running")
+    if how == "link":
+        rank.wait_for("go")
+    elif rank.rank == 1:
+        rank.wait_for("go")
+        return 0.0, ""
+    began = time.monotonic()
+    words = {
+        "timeout": "a kernel on this rank's GPU waited for rank 1 until",
+        "killed": r"rank 1 is gone|failed with rank 1|RDMA with rank 1 ",
+        "link": r"RDMA with rank \d over \w+ failed: the peer's NIC did not answer",
+    }
+    with pytest.raises(RuntimeError, match=words[how]) as raised:
+        for _ in range(1000):
+            dist.all_reduce(x, group=group)
+            time.sleep(0.02)
+    took = time.monotonic() - began
+    rank.report("ended")
+    return took, str(raised.value)
+
+
+@pytest.mark.parametrize("how", ["timeout", "killed", "link"])
+def test_what_ends_a_collective(how: str, env: Env, control: verbs.Control) -> None:
+    with Job(_alone, 2, how, destroy=False, env=env) as job:
+        job.wait_all("running")
+        others = [0, 1] if how == "link" else [0]
+        if how == "killed":
+            job.kill(1)
+        if how == "link":
+            control.set(link_down=1)
+            job.go_all("go")
+        for r in others:
+            job.wait_event(r, "ended", timeout=30)
+        if how == "timeout":
+            job.go(1, "go")
+        for outcome in job.finish(30, others):
+            assert outcome.value is not None and outcome.value[0] < 15

@@ -1,0 +1,177 @@
+"""CUDA tensors of groups over several nodes: ark's kernels in each node and, between them, requests to a NIC.
+
+The NIC is the pretended one (tests/support/pretended/verbs), which moves pinned host memory between processes; kernels,
+request rings and the thread that posts are real. Nodes are pretended by ARK_NODE. Nothing is measured.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from on_gpu import WORLD, run, start
+from support.launcher import Job
+from support.pretended import verbs
+from support.rank import Rank
+
+Env = dict[str, str | None]
+COUNTS = (1, 77, 5000, 1 << 18, (3 << 20) + 5)
+PLACEMENTS = [(0, 1)] + ([(0, 0, 1, 1), (0, 1, 0, 1)] if WORLD >= 4 else [])
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> Env:
+    control = verbs.Control(tmp_path / "control")
+    control.set(refuse_dma_buf=1)  # it could not write to real GPU memory
+    return {
+        "ARK_NET": "rdma",
+        "ARK_RDMA_LIBRARY": verbs.build(tmp_path / "verbs"),
+        "ARK_TEST_VERBS_CONTROL": str(control.path),
+    }
+
+
+def _begin(rank: Rank, placement: tuple[int, ...], timeout: float = 60.0) -> tuple[torch.device, Any]:
+    os.environ["ARK_NODE"] = str(placement[rank.rank])
+    device = start(rank)
+    group = dist.new_group(timeout=timedelta(seconds=timeout))
+    return device, group
+
+
+def _values(rank: int, count: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> torch.Tensor:
+    # Small whole numbers: every order of adding gives the same bits.
+    return ((torch.arange(count, device=device) * 7 + 13 * rank + seed) % 8).to(dtype)
+
+
+def _all(size: int, count: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> list[torch.Tensor]:
+    return [_values(r, count, dtype, device, seed) for r in range(size)]
+
+
+def _check(rank: Rank, device: torch.device, group: Any, count: int, dtype: torch.dtype, later: bool) -> None:
+    me, size = rank.rank, rank.world_size
+    inputs = _all(size, count, dtype, device)
+    total = torch.stack([x.double() for x in inputs]).sum(0).to(dtype)
+
+    def done(work: Any) -> None:
+        if work is not None:
+            work.wait()
+
+    x = inputs[me].clone()
+    done(dist.all_reduce(x, group=group, async_op=later))
+    assert torch.equal(x, total), (count, dtype)
+    x = inputs[me].clone()
+    done(dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group, async_op=later))
+    assert torch.equal(x, torch.stack(inputs).amax(0)), (count, dtype)
+    for root in range(size):
+        x = inputs[me].clone()
+        done(dist.broadcast(x, group_src=root, group=group, async_op=later))
+        assert torch.equal(x, inputs[root]), (count, root)
+        x = inputs[me].clone()
+        done(dist.reduce(x, group_dst=root, group=group, async_op=later))
+        assert torch.equal(x, total if me == root else inputs[me]), (count, root)
+        outs = [torch.empty_like(x) for _ in range(size)] if me == root else None
+        done(dist.gather(inputs[me], outs, group_dst=root, group=group, async_op=later))
+        assert outs is None or all(torch.equal(a, b) for a, b in zip(outs, inputs, strict=True)), (count, root)
+        x = torch.empty_like(inputs[me])
+        done(dist.scatter(x, inputs if me == root else None, group_src=root, group=group, async_op=later))
+        assert torch.equal(x, inputs[me]), (count, root)
+    gathered = torch.empty(size * count, dtype=dtype, device=device)
+    done(dist.all_gather_into_tensor(gathered, inputs[me], group=group, async_op=later))
+    assert torch.equal(gathered, torch.cat(inputs)), count
+    wide = _all(size, size * count, dtype, device)
+    part = torch.empty(count, dtype=dtype, device=device)
+    done(dist.reduce_scatter_tensor(part, wide[me], group=group, async_op=later))
+    own = [x.chunk(size)[me] for x in wide]
+    assert torch.equal(part, torch.stack([x.double() for x in own]).sum(0).to(dtype)), count
+    swapped = torch.empty_like(wide[me])
+    done(dist.all_to_all_single(swapped, wide[me], group=group, async_op=later))
+    assert torch.equal(swapped, torch.cat(own)), count
+
+
+def _collectives(rank: Rank, placement: tuple[int, ...]) -> str:
+    device, group = _begin(rank, placement)
+    for dtype in (torch.float32, torch.bfloat16):
+        for count in COUNTS:
+            _check(rank, device, group, count, dtype, later=count % 2 == 0)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        _check(rank, device, group, 4097, torch.float16, later=True)
+    _check(rank, device, group, 1001, torch.int64, later=False)
+    dist.barrier(group=group)
+    return str(group._get_backend(torch.device("cuda")).cuda_carrier)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_collectives(placement: tuple[int, ...], env: Env) -> None:
+    assert run(_collectives, placement, world=len(placement), env=env) == ["ark"] * len(placement)
+
+
+def _graph(rank: Rank, placement: tuple[int, ...]) -> None:
+    """Replays need no launch by the host: the device's counts go on, beside eager operations."""
+    device, group = _begin(rank, placement)
+    me, size, count = rank.rank, rank.world_size, (1 << 20) + 3
+    x = torch.zeros(count, device=device)
+    y = torch.zeros(size * 1000, device=device)
+    dist.all_reduce(x, group=group)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        dist.all_reduce(x, group=group)
+        dist.all_gather_into_tensor(y, x[:1000], group=group)
+        x.mul_(0.5)
+    for time_ in range(30):
+        x.copy_(_values(me, count, torch.float32, device, time_))
+        graph.replay()
+        total = torch.stack(_all(size, count, torch.float32, device, time_)).sum(0)
+        assert torch.equal(x, total * 0.5), time_
+        assert torch.equal(y, total[:1000].repeat(size)), time_
+        if time_ % 10 == 5:
+            dist.all_reduce(x, group=group)
+            assert torch.equal(x, total * (0.5 * size))
+    torch.cuda.synchronize()
+    del graph
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS[:2], ids=str)
+def test_graphs(placement: tuple[int, ...], env: Env) -> None:
+    run(_graph, placement, world=len(placement), env=env)
+
+
+def _alone(rank: Rank, placement: tuple[int, ...], how: str) -> str:
+    device, group = _begin(rank, placement, timeout=3.0 if how == "late" else 60.0)
+    x = torch.ones(1 << 20, device=device)
+    dist.all_reduce(x, group=group)
+    torch.cuda.synchronize()
+    rank.report("running")
+    if rank.rank == rank.world_size - 1:
+        rank.wait_for("go")
+        return ""
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=f"rank {rank.world_size - 1}|waited for|is gone") as raised:
+        for _ in range(1000):
+            dist.all_reduce(x, group=group)
+            torch.cuda.synchronize()
+            time.sleep(0.05)
+    assert time.monotonic() - began < 20
+    assert torch.ones(4, device=device).sum().item() == 4  # the device goes on
+    rank.report("ended")
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("how", ["late", "killed"])
+@pytest.mark.parametrize("placement", PLACEMENTS[:2], ids=str)
+def test_a_peer_that_does_not_call(placement: tuple[int, ...], how: str, env: Env) -> None:
+    last = len(placement) - 1
+    with Job(_alone, len(placement), placement, how, destroy=False, env=env) as job:
+        job.wait_all("running", timeout=120)
+        if how == "killed":
+            job.kill(last)
+        for r in range(last):
+            job.wait_event(r, "ended", timeout=60)
+        if how == "late":
+            job.go(last, "go")
+        job.finish(60, list(range(last)))
