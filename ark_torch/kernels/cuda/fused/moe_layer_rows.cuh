@@ -83,18 +83,14 @@ struct MoeLayerRows {
     uint32* const mine = scratch.counts + me() * p.experts;
     for (uint32 e = threadIdx.x; e < p.experts; e += kThreads) mine[e] = scratch.before[e] = 0;
     __syncthreads();
-    for (uint32 base = warp() * 32; base < choices; base += kThreads) {
-      const uint32 i = base + lane();
-      const long long id = i < choices ? id_at(i) : -1;
-      if (id < -1 || id >= static_cast<long long>(p.experts)) {
-        report_tile(p.links.report, TileReport::expert, static_cast<int>(i), static_cast<int>(p.k), id, p.experts);
-        asm volatile("trap;");
+    constexpr uint32 kAhead = 4;  // loads in flight
+    ARK_ROLLED for (uint32 base = warp() * 32; base < choices; base += kThreads * kAhead) {
+      long long ids[kAhead];
+      ARK_UNROLL for (uint32 a = 0; a < kAhead; ++a) {
+        const uint32 i = base + a * kThreads + lane();
+        ids[a] = i < choices ? id_at(i) : -1;
       }
-      const uint32 alike = __match_any_sync(~0u, static_cast<int>(id));
-      const uint32 early = __ballot_sync(~0u, i < first) & alike;
-      if (id < 0 || static_cast<int>(lane()) != __ffs(static_cast<int>(alike)) - 1) continue;
-      atomicAdd(&mine[id], __popc(alike));
-      if (early != 0) atomicAdd(&scratch.before[id], __popc(early));
+      ARK_UNROLL for (uint32 a = 0; a < kAhead; ++a) count(scratch, mine, base + a * kThreads + lane(), ids[a], first);
     }
     __syncthreads();
     if (blockIdx.x == 0) {
@@ -123,6 +119,22 @@ struct MoeLayerRows {
     if (warp() == 0) place(scratch);
     __syncthreads();
     return true;
+  }
+
+  // Called by a whole warp: counts a choice of each lane.
+  __device__ __forceinline__ void count(MoeScratch& scratch, uint32* mine, uint32 choice, long long id,
+                                        uint32 first) const {
+    if (id < -1 || id >= static_cast<long long>(p.experts)) {
+      report_tile(p.links.report, TileReport::expert, static_cast<int>(choice), static_cast<int>(p.k), id, p.experts);
+      asm volatile("trap;");
+    }
+    const uint32 alike = __match_any_sync(~0u, static_cast<int>(id));
+    const uint32 early = __ballot_sync(~0u, choice < first) & alike;
+    if (id >= 0 && static_cast<int>(lane()) == __ffs(static_cast<int>(alike)) - 1) {
+      atomicAdd(&mine[id], __popc(alike));
+      if (early != 0) atomicAdd(&scratch.before[id], __popc(early));
+    }
+    __syncwarp();
   }
 
   __device__ __forceinline__ void scan_counts(MoeScratch& scratch) {
