@@ -53,6 +53,8 @@ class Options(dist.Backend.Options):  # type: ignore[name-defined,misc]
     global_rank: int
     make_carrier: Callable[[Any, int, int, timedelta], Any]
     make_cuda_carrier: Callable[[Any, int, int, timedelta], Any]
+    known_dispatch: Callable[[int, int], dict[str, int] | None] | None
+    measure_dispatch: Callable[[Any, int, int, int], dict[str, int]] | None
     allocate: Callable[[int, torch.dtype, torch.device], torch.Tensor]
     log: Callable[[str], None]
     dispatch: list[Rule]
@@ -85,6 +87,8 @@ class ProcessGroupArk(dist.Backend):  # type: ignore[misc]
     def cuda_shared_bytes(self) -> int: ...
     @property
     def cuda_on_host(self) -> str: ...
+    @property
+    def cuda_dispatch(self) -> dict[str, int]: ...
     @property
     def cuda_registered_bytes(self) -> int: ...
     def _register_memory(self, tensor: torch.Tensor | None) -> bool: ...

@@ -286,6 +286,14 @@ class Settings:
         "",
         "A dispatch table (JSON, written by the autotune) in place of the built-in one.",
     )
+    tune: bool = _variable(
+        "ARK_TUNE",
+        "bool",
+        True,
+        "On GPU models that the built-in dispatch was not measured on, and for more than four ranks, a group measures "
+        "one in about 3 s when it first uses CUDA tensors, all ranks together, and keeps it in the cache folder for "
+        "later processes. 0: it takes the built-in one. Rank 0's counts; ARK_DISPATCH goes before.",
+    )
     buffer_mb: int = _variable(
         "ARK_BUFFER_MB",
         "int",

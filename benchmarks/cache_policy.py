@@ -18,13 +18,10 @@ time with the policy.
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import itertools
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -35,6 +32,7 @@ from typing import Any
 
 import cache_policy_apps
 import gpu_models
+import ncu
 import torch
 
 from ark_torch.compile import backend, build, costs, options
@@ -52,7 +50,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "auto, reused last": {"reused_last": True},
 }
 COMPILE_SECONDS = 240  # per process, at most
-METRICS = "lts__t_sector_hit_rate.pct,dram__bytes_read.sum,dram__bytes_write.sum,gpu__time_duration.sum"
+METRICS = ("lts__t_sector_hit_rate.pct", "dram__bytes_read.sum", "dram__bytes_write.sum", "gpu__time_duration.sum")
 Row = dict[str, Any]
 
 
@@ -259,25 +257,14 @@ def draw(about: Row, path: Path) -> str:
 
 def under_ncu(arguments: argparse.Namespace) -> int:
     """Measures one application's hit rates with ncu, one process per policy, and adds them to the JSON's row."""
-    program = shutil.which("ncu") or next(iter(map(str, Path("/usr/local").glob("cuda*/bin/ncu"))), None)
-    if program is None:
-        print("cache_policy.py: there is no ncu (Nsight Compute) on this machine's PATH: hit rates are not measured")
-        return 0
     found = {}
     for way in POLICIES:
-        command = [program, "--metrics", METRICS, "--cache-control", "none", "--clock-control", "none", "--csv"]
-        command += ["--kernel-name", "regex:loop_kernel", "--launch-skip", "3", "--launch-count", "2"]
-        command += [sys.executable, str(FOLDER / "cache_policy.py"), "--compile", arguments.ncu, "--under", way]
-        done = subprocess.run(command, capture_output=True, text=True)
-        text = done.stdout[done.stdout.find('"ID"') :] if '"ID"' in done.stdout else ""
-        if not text:
-            print(f"# ncu, {way}: no figures (exit code {done.returncode}): {(done.stdout + done.stderr)[-400:]}")
+        command = [sys.executable, str(FOLDER / "cache_policy.py"), "--compile", arguments.ncu, "--under", way]
+        metrics = ncu.metrics_of(command, METRICS, "loop_kernel", 3, 2)
+        if isinstance(metrics, str):
+            print(f"# ncu, {way}: no figures: {metrics}")
             continue
-        values: dict[str, list[float]] = {}
-        for line in csv.DictReader(io.StringIO(text)):
-            name = f"{line['Metric Name']} ({line['Metric Unit']})"
-            values.setdefault(name, []).append(float(line["Metric Value"].replace(",", "")))
-        found[way] = {name: sum(all_of) / len(all_of) for name, all_of in values.items()}
+        found[way] = metrics
         print(f"ncu, {arguments.ncu}, {way}: {found[way]}", flush=True)
     if arguments.output.exists() and found:
         about = json.loads(arguments.output.read_text(encoding="utf-8"))

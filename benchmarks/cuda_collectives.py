@@ -1,6 +1,7 @@
 """Compares collectives on CUDA tensors: ark, NCCL and PyTorch's symmetric memory, in a graph and eager.
 
     python benchmarks/cuda_collectives.py --ranks 2 4 --output benchmarks/results/cuda_collectives.json
+    python benchmarks/cuda_collectives.py --ranks 4 --nodes 2    ark's group as if two machines had two GPUs each
 
 There is one process per GPU. All implementations of a row (benchmarks/cuda_contenders.py) run interleaved in the same
 processes. A figure is the median over rounds of the slowest rank's time, in microseconds per call. In a graph: 20 calls
@@ -98,6 +99,8 @@ def run(rank: int, ranks: int, arguments: argparse.Namespace, port: int) -> None
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     device = torch.device("cuda", rank)
     dist.init_process_group("nccl", rank=rank, world_size=ranks, timeout=timedelta(seconds=60), device_id=device)
+    if arguments.nodes > 1:
+        os.environ["ARK_NODE"] = str(rank * arguments.nodes // ranks)
     groups = make_groups(device, timedelta(seconds=20))
     torch.cuda.set_stream(torch.cuda.Stream())  # NCCL does not use copy engines on the default stream
     rows = []
@@ -112,6 +115,8 @@ def run(rank: int, ranks: int, arguments: argparse.Namespace, port: int) -> None
             del row
             torch.cuda.empty_cache()
             entry = {"operation": operation, "ranks": ranks, "bytes": size, "wrong": wrong}
+            if arguments.nodes > 1:
+                entry["nodes"] = arguments.nodes
             entry |= {"graph_us": graph, "eager_us": eager}
             entry["busbw"] = size / graph["ark"] * 1e-3 * bus_factor(operation, ranks)
             rival = min(us for name, us in graph.items() if not name.startswith("ark"))
@@ -167,6 +172,7 @@ def table(report: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--nodes", type=int, default=1, help="among which ark's group divides the ranks (ARK_NODE)")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--operations", nargs="+", default=OPERATIONS, choices=OPERATIONS)
     parser.add_argument("--output", default="benchmarks/results/cuda_collectives.json")

@@ -10,6 +10,7 @@
 #   tune         ark tune --cuda: the dispatch table of this machine, FOLDER/dispatch.json
 #   dispatch     all_reduce by each engine, alone and beside products
 #   collectives  every collective against NCCL and PyTorch's symmetric memory, in graphs and eager
+#   nodes        some collectives of ark's group as two nodes, the stage between them by NCCL
 #   interference the default all_reduce and all_gather beside products
 #   decode       a step of Llama 1B, tensor parallel, against Inductor and eager over NCCL
 #   account      where the time of that step goes, and its timeline for Perfetto
@@ -30,7 +31,7 @@ PYTHON=${PYTHON:-python3}
 LIMIT=${SECONDS_ALL:-570}
 FOLDER=${1:-benchmarks/results/gpus_$RANKS}
 shift
-PARTS=("${@:-tune dispatch collectives interference decode account training products embedding moe pipeline dlrm tests:1/4 tests:2/4 tests:3/4 tests:4/4}")
+PARTS=("${@:-tune dispatch collectives nodes interference decode account training products embedding moe pipeline dlrm tests:1/4 tests:2/4 tests:3/4 tests:4/4}")
 # shellcheck disable=SC2206  # one word a part
 PARTS=(${PARTS[*]})
 mkdir -p "$FOLDER"
@@ -66,6 +67,10 @@ run_part() {
       "${each[@]}" --contenders nccl ark ark_rings ark_engine ark_bulk{24,32,48,64}
     ;;
   collectives) "$PYTHON" benchmarks/cuda_collectives.py --ranks "$RANKS" --output "$FOLDER/$PART.json" ;;
+  nodes)
+    "$PYTHON" benchmarks/cuda_collectives.py --ranks "$RANKS" --nodes 2 --sizes 8192 1048576 16777216 67108864 \
+      --operations all_reduce all_gather reduce_scatter --output "$FOLDER/$PART.json"
+    ;;
   interference) benchmark interference --rounds 3 --seconds "$(at_most 150)" $SMALL ;;
   decode)
     "$PYTHON" benchmarks/decode.py --device "${DEVICE/cpu/as-cuda}" --ranks "$RANKS" --output "$FOLDER" \
@@ -76,7 +81,7 @@ run_part() {
       --timeline "$FOLDER/step.json.gz"
     ;;
   training)
-    benchmark training --models gpt2-xl --modes graph ddp fsdp2 --rounds 2 --no-bandwidth --seconds "$(at_most 300)" \
+    benchmark training --models gpt2-xl --modes graph captured captured_fsdp2 ddp fsdp2 --rounds 2 --no-bandwidth --seconds "$(at_most 300)" \
       --ark "engine:copy_engine_from=25165824"
     ;;
   products) benchmark fused_products --rounds 3 --seconds "$(at_most 200)" ;;

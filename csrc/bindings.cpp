@@ -78,15 +78,9 @@ std::vector<ark::CudaRule> to_cuda_rules(const std::vector<CudaRuleTuple>& tuple
   std::vector<ark::CudaRule> rules;
   for (const auto& [ranks, numbers] : tuples) {
     if (ranks < 1) throw py::value_error("dispatch table: cuda: max_ranks is " + std::to_string(ranks));
-    ark::CudaDispatch dispatch = ark::CudaDispatch::measured(ranks);
-    for (const auto& [name, number] : numbers) {
-      const auto* field = std::find_if(std::begin(ark::kCudaDispatchFields), std::end(ark::kCudaDispatchFields),
-                                       [&name = name](const auto& one) { return name == one.name; });
-      if (field == std::end(ark::kCudaDispatchFields))
-        throw py::value_error("dispatch table: cuda: unknown field '" + name + "'");
-      dispatch.*field->value = number;
-    }
-    rules.push_back({ranks, dispatch});
+    rules.push_back({ranks, ark::with_torch_errors([&, &ranks = ranks, &numbers = numbers] {
+                       return ark::CudaDispatch::measured(ranks, numbers);
+                     })});
   }
   return rules;
 }
@@ -352,6 +346,8 @@ PYBIND11_MODULE(_C, m) {
       .def_readwrite("global_rank", &Options::global_rank)
       .def_readwrite("make_carrier", &Options::make_carrier)
       .def_readwrite("make_cuda_carrier", &Options::make_cuda_carrier)
+      .def_readwrite("known_dispatch", &Options::known_dispatch)
+      .def_readwrite("measure_dispatch", &Options::measure_dispatch)
       .def_readwrite("allocate", &Options::allocate)
       .def_readwrite("log", &Options::log)
       .def_property(
@@ -418,6 +414,16 @@ PYBIND11_MODULE(_C, m) {
           py::arg("pool"), "Ends what register_mem_pool() began, collectively.")
       .def_property_readonly("cuda_carried", &ProcessGroupArk::cuda_carried,
                              "How many collectives on CUDA tensors PyTorch's NCCL carried, being faster by the table.")
+      .def_property_readonly(
+          "cuda_dispatch",
+          [](const ProcessGroupArk& self) {
+            std::map<std::string, uint64_t> numbers;
+            if (const auto dispatch = self.cuda_dispatch())
+              for (const auto& field : ark::kCudaDispatchFields) numbers[field.name] = (*dispatch).*field.value;
+            return numbers;
+          },
+          "The dispatch of CUDA tensors that the ranks agreed on, by field; empty before the first use, and where NCCL "
+          "carries them.")
       .def_property_readonly("cuda_carrier", &ProcessGroupArk::cuda_carrier,
                              "What moves CUDA tensors: 'ark', or 'nccl' where ark cannot; '' before the first.")
       .def_property_readonly(

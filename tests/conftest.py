@@ -17,6 +17,7 @@ import functools
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from fnmatch import fnmatch
@@ -135,6 +136,9 @@ def _shared_compilers(request: pytest.FixtureRequest, shared_folder: Path) -> It
     if compiler is not None:
         made["CXX"] = compiler
     os.environ.update(made)
+    config = sys.modules.get("torch._inductor.config")
+    if config is not None:  # it has read the environment already
+        config.compile_threads = 1  # type: ignore[attr-defined]
     yield
     for name in made:
         del os.environ[name]

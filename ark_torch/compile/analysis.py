@@ -141,6 +141,23 @@ def written_roots(node: Node) -> list[Node]:
     return [root_of(_node(node.args[i])) for i in written_arguments(node.target)] if node.op == "call_function" else []
 
 
+def roots_read(node: Node) -> list[Node]:
+    """The roots of a node's arguments, and of what decodes an argument, each once."""
+    roots: dict[Node, None] = {}
+
+    def read(argument: Node) -> None:
+        root = root_of(argument)
+        if DECODES not in root.meta:
+            roots.setdefault(root)
+            return
+        for one in root.all_input_nodes:
+            read(one)
+
+    for argument in node.all_input_nodes:
+        read(argument)
+    return list(roots)
+
+
 def tensor_of(node: Node) -> torch.Tensor | None:
     value = node.meta.get("val")
     return value if isinstance(value, torch.Tensor) else None
@@ -179,8 +196,7 @@ def dependencies(graph_module: GraphModule) -> dict[Node, set[Node]]:
         if is_free(node):
             continue
         before: set[Node] = set()
-        for argument in node.all_input_nodes:
-            root = root_of(argument)
+        for root in roots_read(node):
             producer = producer_of(root)
             if not is_free(producer):
                 before.add(producer)

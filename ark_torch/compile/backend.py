@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.fx import GraphModule
 
-from ark_torch.compile import capture, choice, costs, inductor_fallback, progress, serving, workers
+from ark_torch.compile import capture, choice, costs, inductor_fallback, meeting, progress, serving, workers
 from ark_torch.compile.build import Launcher, NotOneRegion
 from ark_torch.compile.capture import TRAINS, Captured, WholeGraph
 from ark_torch.compile.eager_values import Eager
@@ -30,8 +30,8 @@ AHEAD = (
     "ark cannot save compiled regions to a file yet, as compiling ahead of time (aot_compile) needs: pass "
     'options={"choose": "inductor"} to torch.compile(backend="ark"), which hands the graph to Inductor whole.'
 )
-# Rows of collectives up to which loop kernels win, per device type. Two H200, tensor parallel Llama: a decoding step
-# takes 0.6 times Inductor's time, a prefill of 2048 tokens 1.6 times.
+# Rows of collectives up to which loop kernels are taken where ranks do not measure together, per device type. Two H200,
+# tensor parallel Llama: a decoding step takes 0.6 times Inductor's time, a prefill of 2048 tokens 1.6 times.
 _FEW_ROWS = {"cuda": 128}
 # Generated code, including Inductor's, reads memory without resolving lazy views.
 LAZY = "an argument is negated or conjugated lazily, as a view: resolve_neg() and resolve_conj() make it a plain tensor"
@@ -121,15 +121,25 @@ def _fastest(
     # Ranks whose results went into each other's decisions must not differ in their last bits. So they measure before
     # the first result, and the first rank to finish decides.
     waits = options.wait or not options.fallback or known is not None or _ranks() > 1
-    if waits and "ark" in names:
-        costs.prepare()
     captured = None
-    if "ark" in names or not options.fallback:
+    if "ark" in names or not options.fallback or _ranks() > 1:  # only capture shows the collectives
+        if waits:
+            costs.prepare()
         captured = Captured(graph_module, example_inputs, options, report)
-        if captured.has_collectives:  # ranks would have to measure together, but one may recompile alone
+    together, otherwise = None, "ark"
+    if captured is not None and captured.collectives:
+        otherwise = _unmeasured(captured.exchanged_rows, device, options)
+        group = meeting.group_of(captured.collectives)
+        # Loop kernels of many rows take minutes to compile, and have lost whenever they were measured.
+        if group is None or not options.fallback or (otherwise == "inductor" and not options.wait):
             report.choice = None
-            _leave_many_rows(captured.exchanged_rows, device, options)
+            if otherwise == "inductor":
+                raise WholeGraph(
+                    f"its collectives have {captured.exchanged_rows} rows, and Inductor's products win there"
+                )
             return _complete(captured, title)
+        together = meeting.Meeting(group, name, device)
+        names.add(otherwise)
     contestants: dict[str, Callable[..., Any]] = {}
     if "inductor" in names:
         try:
@@ -140,25 +150,29 @@ def _fastest(
             if captured is None:
                 raise
             log.warning("%s: Inductor does not compile it, ark does: %s", title, inductor_fallback.first_line(error))
-            return _complete(captured, title)
+            if together is None:
+                return _complete(captured, title)
+            names.add("ark")
+            otherwise = "ark"
     if "eager" in names:
         contestants["eager"] = graph_module.forward
     if not waits and captured is not None:
         return serving.Serving(title, captured, contestants, name, tell, device.type == "cuda").function()
     if "ark" in names and captured is not None:
         contestants["ark"] = _complete(captured, title)
-    if known is not None:
+    if known is not None and together is None:
         return serving.taken(contestants, known)
     assert captured is not None
-    return serving.Rehearsed(title, contestants, captured.written, name, tell, device.type == "cuda").function()
+    on_gpu, written = device.type == "cuda", captured.written
+    return serving.Rehearsed(title, contestants, written, name, tell, on_gpu, together, otherwise).function()
 
 
-def _leave_many_rows(rows: int, device: torch.device, options: Options) -> None:
-    """Raises WholeGraph if the collectives have so many rows that Inductor's products win, with ark's collectives. All
-    ranks see the same number."""
-    most = _FEW_ROWS.get(device.type, rows)
-    if rows > most and options.fallback:
-        raise WholeGraph(f"its collectives have {rows} rows, and from {most + 1} on Inductor's products are faster")
+def _unmeasured(rows: int, device: torch.device, options: Options) -> str:
+    """Who runs a graph whose collectives have so many rows, where ranks do not measure. All ranks see the same number.
+
+    With many rows Inductor's products win, with ark's collectives.
+    """
+    return "inductor" if options.fallback and rows > _FEW_ROWS.get(device.type, rows) else "ark"
 
 
 def _ranks() -> int:

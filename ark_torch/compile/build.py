@@ -76,11 +76,6 @@ class Builder:
         self._steps: list[Step] = []
         self._title = title_of(graph_module)
 
-    @property
-    def groups(self) -> bool:
-        """Whether any region has collectives."""
-        return any(one.graph.groups for one in self._lowered.values())
-
     def lower(self) -> None:
         for number, piece in enumerate(self._pieces):
             if piece.ark:

@@ -84,7 +84,7 @@ class Captured:
             with self.our_mistakes():
                 self._builder = cut(graph, options, report, launcher)
                 self._builder.lower()
-            self.has_collectives = self._builder.groups or any(map(_is_collective, graph.graph.nodes))
+            self.collectives = [node for node in graph.graph.nodes if _is_collective(node)]
             self.exchanged_rows = max(map(_exchanged_rows, graph.graph.nodes), default=0)
             way.append(fast_call.Way(inputs))
             return self._run

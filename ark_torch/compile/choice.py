@@ -47,9 +47,14 @@ class Choice:
     replay_us: Mapping[str, float] = field(default_factory=dict)
 
     @property
+    def parts(self) -> tuple[str, str]:
+        """Who runs calls, and what a CUDA graph captures."""
+        return self.runs_on, self.replays_on or self.runs_on
+
+    @property
     def names(self) -> set[str]:
         """The contestants that are needed."""
-        return {self.runs_on, self.replays_on or self.runs_on}
+        return set(self.parts)
 
     def __str__(self) -> str:
         told = _told(self.us)

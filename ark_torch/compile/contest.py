@@ -5,7 +5,8 @@ are still the previous contestant's; on a CPU that is the first 20 ms, as GNU Op
 Inductor spin for 6 to 14 ms after their last loop and keep a core each. A round is one turn of each, back and forth; a
 contestant far behind drops out. The smallest median of a turn counts. If rounds disagree, or other programs used part
 of the machine, the contest is repeated a few times; its result is then marked as chosen on a busy machine. The calls
-are the program's own, which any contestant may serve, or those of rehearse(), on copies of one call's arguments.
+are the program's own, which any contestant may serve, or those of rehearse(), on copies of one call's arguments. Ranks
+whose contestants communicate hold it in lockstep: all that the schedule follows is what they have agreed on.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ark_torch.compile.choice import Choice
 from ark_torch.compile.report import log
 
 Contestant = Callable[..., Any]
+Agree = Callable[[Sequence[float]], list[float]]  # each value's maximum over the ranks
 PAUSE = ""  # instead of a contestant's name: calls that are not timed, before the contest is repeated
 
 _ROUNDS, _MOST_ROUNDS, _ATTEMPTS = 3, 6, 3
@@ -74,8 +76,8 @@ class Load:
 class Contest:
     """`choice` is set once decided. call() serves a call with the contestant whose turn it is."""
 
-    def __init__(self, contestants: Mapping[str, Contestant], on_gpu: bool = False) -> None:
-        self._contestants, self._on_gpu = dict(contestants), on_gpu
+    def __init__(self, contestants: Mapping[str, Contestant], on_gpu: bool = False, agree: Agree = list) -> None:
+        self._contestants, self._on_gpu, self._agree = dict(contestants), on_gpu, agree
         self.choice: Choice | None = None
         self._spent = 0.0
         self._turns = self._schedule()
@@ -111,9 +113,9 @@ class Contest:
 
     def _seconds(self, marks: Sequence[Any]) -> list[float]:
         if not self._on_gpu:
-            return list(marks)
+            return self._agree(marks)
         marks[-1][1].synchronize()
-        return [begin.elapsed_time(end) * 1e-3 for begin, end in marks]
+        return self._agree([begin.elapsed_time(end) * 1e-3 for begin, end in marks])
 
     def _schedule(self) -> Generator[str, Any, Choice]:
         decided: Choice | None = None
@@ -137,11 +139,11 @@ class Contest:
             best = min(min(times[name]) for name in left)
             left = [name for name in left if min(times[name]) <= best * _HOPELESS[number > 0]]
             if number + 1 >= (_ROUNDS if best < _SLOW_S else 2):
-                sure = self._agree(times, left)
+                sure = self._rounds_agree(times, left)
                 if sure or self._spent > _SPENT_S:
                     break
         us = {name: round(min(measured) * 1e6, 2) for name, measured in times.items()}
-        busy = not sure or load.is_in_the_way(torch.get_num_threads())
+        busy = not sure or self._agree([load.is_in_the_way(torch.get_num_threads())])[0] > 0
         return Choice(min(us, key=lambda name: us[name]), us, busy)
 
     def _turn_of(self, name: str, first: bool) -> Generator[str, Any, float]:
@@ -149,7 +151,7 @@ class Contest:
         asleep = 0.0 if self._on_gpu else time.perf_counter() + _SETTLE_S
         for _ in range(2 if first else 1):
             yield name
-        while time.perf_counter() < asleep:
+        while self._agree([asleep - time.perf_counter()])[0] > 0:
             yield name
         marks = [(yield name)]
         each = self._seconds(marks)[0]
@@ -161,7 +163,7 @@ class Contest:
         return statistics.median(seconds)
 
     @staticmethod
-    def _agree(times: Mapping[str, list[float]], left: Sequence[str]) -> bool:
+    def _rounds_agree(times: Mapping[str, list[float]], left: Sequence[str]) -> bool:
         """Whether every round has the same winner, or all times vary little."""
         rounds = zip(*(times[name] for name in left), strict=True)
         winners = {one.index(min(one)) for one in rounds}
@@ -170,17 +172,21 @@ class Contest:
 
 
 def rehearse(
-    contestants: Mapping[str, Contestant], arguments: Sequence[Any], written: Sequence[int], on_gpu: bool = False
+    contestants: Mapping[str, Contestant],
+    arguments: Sequence[Any],
+    written: Sequence[int],
+    on_gpu: bool = False,
+    agree: Agree = list,
 ) -> Choice:
     """Holds the contest on one call's arguments, and restores random number generators afterwards. On a GPU it is held
     for calls, and again for replays of CUDA graphs."""
     copies = _Copies(arguments, written)
     devices = list({x.device.index for x in arguments if isinstance(x, torch.Tensor) and x.is_cuda})
     with torch.random.fork_rng(devices):
-        chosen = _held(Contest(contestants, on_gpu), copies, copies.given)
-        graphs = _graphs(contestants, copies.given) if on_gpu else {}
+        chosen = _held(Contest(contestants, on_gpu, agree), copies, copies.given)
+        graphs = _graphs(contestants, copies.given, agree) if on_gpu else {}
         if len(graphs) > 1:
-            replayed = _held(Contest(graphs, on_gpu), copies, ())
+            replayed = _held(Contest(graphs, on_gpu, agree), copies, ())
             chosen = replace(
                 chosen, busy=chosen.busy or replayed.busy, replays_on=replayed.runs_on, replay_us=replayed.us
             )
@@ -220,16 +226,18 @@ def _held(contest: Contest, copies: _Copies, arguments: Sequence[Any]) -> Choice
     return contest.choice
 
 
-def _graphs(contestants: Mapping[str, Contestant], arguments: Sequence[Any]) -> dict[str, Contestant]:
-    """Each contestant as the replay of a CUDA graph of one call, without those that cannot be captured."""
+def _graphs(contestants: Mapping[str, Contestant], arguments: Sequence[Any], agree: Agree) -> dict[str, Contestant]:
+    """Each contestant as the replay of a CUDA graph of one call, without those that a rank cannot capture."""
     made: dict[str, Contestant] = {}
     for name, run in contestants.items():
         graph = torch.cuda.CUDAGraph()
+        failed = False
         try:
             with torch.cuda.graph(graph):
                 run(*arguments)
         except RuntimeError as error:
             log.debug("%s cannot be captured in a CUDA graph: %s", name, error)
-            continue
-        made[name] = graph.replay
+            failed = True
+        if agree([failed]) == [0.0]:
+            made[name] = graph.replay
     return made

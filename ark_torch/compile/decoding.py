@@ -80,7 +80,7 @@ def _may_decode(node: Any, known: dict[Any, bool], depth: int) -> bool:
         return True
     if analysis.is_source(node) or analysis.is_constant(node):
         return False
-    followed = analysis.is_view(node) or node.target in (*_CONVERSIONS, *_ARITHMETIC, aten.clone.default)
+    followed = analysis.is_view(node) or node.target in (*CONVERSIONS, *_ARITHMETIC, aten.clone.default)
     return followed and any(may_decode(one, known, depth - 1) for one in node.all_input_nodes)
 
 
@@ -99,7 +99,7 @@ def joined(factors: Sequence[Factor]) -> list[Factor]:
 
 # ---- Operators, starting at the codes. None: a node is not computed from codes.
 
-_CONVERSIONS = (prims.convert_element_type.default, aten._to_copy.default)
+CONVERSIONS = (prims.convert_element_type.default, aten._to_copy.default)
 _SHIFTS = {
     getattr(getattr(aten, name), overload): kind
     for name, overload, kind in (
@@ -133,7 +133,7 @@ def follow(node: Node) -> Decoded | None:
         return None if base is None else replace(base, dims=_viewed(base, node, tuple(value.shape)))
     if node.target is aten.clone.default:
         return follow(node.args[0])  # type: ignore[arg-type]
-    if node.target in _CONVERSIONS:
+    if node.target in CONVERSIONS:
         return _converted(node, value.dtype)
     kind = _ARITHMETIC.get(node.target)
     if kind == "cat":
@@ -232,17 +232,17 @@ def _arithmetic(kind: str, node: Node, dtype: torch.dtype) -> Decoded | None:
     leaf = leaf_of(leaf_side)
     if leaf is None:
         raise NotTaken("its scales or zeros are computed in the graph")
-    strides = _strides_over(base, leaf.view)
     if kind == "mul":
         if base.scale is not None or base.zero_after or not leaf.view.dtype.is_floating_point:
             raise NotTaken("it is scaled twice")
-        return replace(base, scale=leaf, dims=_with_strides(base.dims, strides, "scale"))
+        return scaled_by(base, leaf)
     after = kind == "add"
     if base.zero is not None or after != (base.scale is not None):
         raise NotTaken("its zeros are neither subtracted from codes nor added to what is scaled")
     if not dtype.is_floating_point and dtype not in (torch.int16, torch.int32, torch.int64):
         raise NotTaken(f"its zeros are subtracted in {str(dtype).removeprefix('torch.')}, which may wrap around")
-    return replace(base, zero=leaf, zero_after=after, dims=_with_strides(base.dims, strides, "zero"))
+    dims = _with_strides(base.dims, _strides_over(base, leaf.view), "zero")
+    return replace(base, zero=leaf, zero_after=after, dims=dims)
 
 
 def _number(argument: Any) -> float | None:
@@ -277,7 +277,7 @@ def leaf_of(node: Any) -> Leaf | None:
             return None
         if analysis.is_view(node) and not analysis.is_getitem(node):
             views.append(node)
-        elif node.target not in _CONVERSIONS or not _widens(given.dtype, value.dtype):
+        elif node.target not in CONVERSIONS or not _widens(given.dtype, value.dtype):
             return None
         node = before
     value = tensor_of(node) if isinstance(node, Node) else None
@@ -313,6 +313,11 @@ def _strides_over(base: Decoded, view: Strided) -> tuple[int, ...]:
             raise NotTaken("its codes are broadcast to its scales")
         strides.append(0 if have == 1 else stride)
     return tuple(strides)
+
+
+def scaled_by(base: Decoded, leaf: Leaf) -> Decoded:
+    """The same weights times a scale that is broadcast to them."""
+    return replace(base, scale=leaf, dims=_with_strides(base.dims, _strides_over(base, leaf.view), "scale"))
 
 
 def _with_strides(

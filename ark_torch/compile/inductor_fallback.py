@@ -108,19 +108,7 @@ def extract(owner: GraphModule, nodes: Sequence[Node], results: Sequence[Node]) 
 
 def roots_read(nodes: Sequence[Node], results: Sequence[Node] = ()) -> list[Node]:
     """The roots of all arguments, each once, in order."""
-    roots: dict[Node, None] = {}
-
-    def read(node: Node) -> None:
-        root = analysis.root_of(node)
-        if analysis.DECODES not in root.meta:
-            roots.setdefault(root)
-            return
-        for argument in root.all_input_nodes:
-            read(argument)
-
-    for node in nodes:
-        for argument in node.all_input_nodes:
-            read(argument)
+    roots = {root: None for node in nodes for root in analysis.roots_read(node)}
     for node in results:
         roots.setdefault(analysis.root_of(node))
     return list(roots)

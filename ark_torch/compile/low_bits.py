@@ -4,7 +4,8 @@ Ordinary operators decode a weight of int8, float8 or 4 bits (a conversion, subt
 scale, views in any order), and a product reads the result. mark() follows these from each product back to the codes. If
 it understands all of them, they become *free*, like views (analysis.py): they belong to no region, the product's
 lowering reads the codes itself, and a piece that goes to Inductor keeps the operators. One rule covers hand-written
-modules and torchao's tensor subclasses.
+modules and torchao's tensor subclasses. PyTorch's own products with codes are found too (scaled_products.py: those of
+float8 rows, whose conversion becomes free as well).
 """
 
 from __future__ import annotations
@@ -15,15 +16,26 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Graph, Node
 
-from ark_torch.compile import analysis
+from ark_torch.compile import analysis, scaled_products
 from ark_torch.compile.analysis import aten, tensor_of
-from ark_torch.compile.decoding import Decoded, Factor, Leaf, NotTaken, follow, joined, leaf_of, may_decode
+from ark_torch.compile.decoding import (
+    Decoded,
+    Factor,
+    Leaf,
+    NotTaken,
+    follow,
+    joined,
+    leaf_of,
+    may_decode,
+    scaled_by,
+)
 from ark_torch.compile.ir import Strided, Unsupported
 
 MOST_ROWS = 16  # on a GPU: kTensorRows of kernels/cuda/loop
 GROUPS = 32  # the size of a group is a multiple of this
 CODES = {torch.int8: "int8", torch.uint8: "int4", torch.float8_e4m3fn: "float8"}
 PACKED = aten._weight_int4pack_mm_for_cpu.default
+BYTES = aten._weight_int8pack_mm.default
 _WEIGHT = "ark_weight"  # key in a product's meta: its weight
 
 
@@ -60,21 +72,20 @@ def mark(graph: Graph) -> list[str]:
     told: Counter[str] = Counter()
     found: dict[Node, Weight] = {}
     coded: dict[Node, bool] = {}
+    written = {root for node in graph.nodes for root in analysis.written_roots(node)}
+    scaled_products.share_rows(graph, written)
     for product in graph.nodes:
-        if product.target is PACKED:
-            try:
-                product.meta[_WEIGHT] = packed(product)
-                told[f"product of {weight_of(product)}"] += 1
-            except (NotTaken, Unsupported) as reason:
-                told[f"a product of coded weights is not ark's: {reason}"] += 1
-        if product.target not in (aten.mm.default, aten.addmm.default) or not may_decode(product.args[-1], coded):
-            continue
         try:
-            found[product] = weight_of_product(product)
+            if product.target in _OWN:
+                product.meta[_WEIGHT] = _OWN[product.target](product)
+                told[f"product of {weight_of(product)}"] += 1
+            elif product.target in scaled_products.OPERATORS:
+                found[product] = _scaled(product, written)
+            elif product.target in (aten.mm.default, aten.addmm.default) and may_decode(product.args[-1], coded):
+                found[product] = weight_of_product(product)
         except (NotTaken, Unsupported) as reason:
             told[f"a product of coded weights is not ark's: {reason}"] += 1
-    chains = {product: _chain(product.args[-1]) for product in found}  # type: ignore[arg-type]
-    written = {root for node in graph.nodes for root in analysis.written_roots(node)}
+    chains = {product: _chain(_weight_argument(product)) for product in found}
     # A value with other readers must be computed anyway, and a written one has an order.
     while others := _with_other_readers(chains, written):
         for product in others:
@@ -82,11 +93,50 @@ def mark(graph: Graph) -> list[str]:
             told["a product of coded weights is not ark's: others read what it decodes, or it is written"] += 1
     for product, chain in chains.items():
         product.meta[_WEIGHT] = found[product]
-        told[f"product of {found[product]}"] += 1
+        of_rows = "float8 rows and " if product.target in scaled_products.OPERATORS else ""
+        told[f"product of {of_rows}{found[product]}"] += 1
         for node in chain:
             if not analysis.is_free(node):
                 node.meta[analysis.DECODES] = True
+    scaled_products.free_conversions([product for product in chains if product.target in scaled_products.OPERATORS])
     return [f"{count} times: {line}" if count > 1 else line for line, count in told.items()]
+
+
+def _weight_argument(product: Node) -> Node:
+    """What a product reads as its weight."""
+    weight = product.args[1 if product.target in scaled_products.OPERATORS else -1]
+    assert isinstance(weight, Node)
+    return weight
+
+
+def _check_rows(product: Node) -> None:
+    value = tensor_of(product)
+    if value is None or any(type(n) is not int for n in value.shape):
+        raise NotTaken("its sizes are symbolic")
+    if value.device.type == "cuda" and value.shape[0] > MOST_ROWS:
+        raise NotTaken(f"it has more than {MOST_ROWS} rows ({value.shape[0]})")
+
+
+def _scaled(product: Node, written: set[Node]) -> Weight:
+    """The weight of a product of float8 rows (scaled_products.py)."""
+    _check_rows(product)
+    scaled_products.check_rows(product, written)
+    decoded, scale = follow(_weight_argument(product)), leaf_of(scaled_products.parts_of(product).weight_scale)
+    if decoded is None or decoded.scale is not None or decoded.zero is not None:
+        raise NotTaken("its weights are not given to the graph as float8")
+    if scale is None:
+        raise NotTaken("its scales are computed in the graph")
+    return _as_matrix(scaled_by(decoded, scale))
+
+
+def of_bytes(product: Node) -> Weight:
+    """The weight of PyTorch's own operator for int8 in plain order, with a scale a channel."""
+    _check_rows(product)
+    codes, scale = (leaf_of(one) for one in product.args[1:])
+    if codes is None or scale is None or codes.view.dtype != torch.int8 or len(codes.view.shape) != 2:
+        raise NotTaken("its codes or scales are computed in the graph")
+    dims = tuple((Factor(n, s),) for n, s in zip(codes.view.shape, codes.view.strides, strict=True))
+    return _as_matrix(scaled_by(Decoded(dims[::-1], codes), scale))
 
 
 def packed(product: Node) -> Weight:
@@ -133,7 +183,9 @@ def _with_other_readers(chains: dict[Node, list[Node]], written: set[Node]) -> l
     def read_elsewhere(node: Node) -> bool:
         if analysis.is_source(analysis.root_of(node)):  # a view of a graph input, whoever reads it
             return analysis.root_of(node) in written
-        return any(user not in known and (user not in chains or node is not user.args[-1]) for user in node.users)
+        return any(
+            user not in known and (user not in chains or node is not _weight_argument(user)) for user in node.users
+        )
 
     return [
         product
@@ -144,14 +196,13 @@ def _with_other_readers(chains: dict[Node, list[Node]], written: set[Node]) -> l
 
 def weight_of_product(product: Node) -> Weight:
     rows, weight = product.args[-2:]
-    value, given = tensor_of(product), tensor_of(rows)  # type: ignore[arg-type]
+    given = tensor_of(rows)  # type: ignore[arg-type]
     assert isinstance(weight, Node)
-    if value is None or given is None or any(type(n) is not int for n in (*value.shape, *given.shape)):
+    if given is None or any(type(n) is not int for n in given.shape):
         raise NotTaken("its sizes are symbolic")
     if any(product.kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
         raise NotTaken("its sum is scaled")
-    if value.device.type == "cuda" and value.shape[0] > MOST_ROWS:
-        raise NotTaken(f"it has more than {MOST_ROWS} rows ({value.shape[0]})")
+    _check_rows(product)
     decoded = follow(weight)
     if decoded is None:
         raise NotTaken("its weights are not decoded by operators that ark knows")
@@ -202,3 +253,7 @@ def _as_matrix(of: Decoded) -> Weight:
         shape=(whole // per_byte, column.length), strides=(1, column.code // per_byte if column.length > 1 else whole)
     )
     return Weight(codes, of, inner.length, outer.length, (outer.scale, column.scale), (outer.zero, column.zero))
+
+
+# PyTorch's own products with codes that it packs.
+_OWN = {PACKED: packed, BYTES: of_bytes}

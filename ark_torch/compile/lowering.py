@@ -167,6 +167,14 @@ class Lowering:
         """Whether the node belongs to the region and has been lowered."""
         return node in self._members and node in self._operands
 
+    def is_known(self, node: Node) -> bool:
+        """Whether the node's operand was read or made already."""
+        return node in self._operands
+
+    def define(self, node: Node, operand: Operand) -> None:
+        """What others read for a node that is not lowered itself."""
+        self._operands[node] = operand
+
     def operand(self, argument: Any) -> Operand:
         """What a lowering reads for an argument: a node's view or a number."""
         if isinstance(argument, bool | int | float):

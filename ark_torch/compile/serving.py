@@ -5,7 +5,8 @@ another thread. Then the contestants serve some calls in turns, each timed, and 
 Everything happens between two calls, on the calling thread, and never during CUDA graph capture. Concurrent calls from
 other threads are served by Inductor until then, and disturb the measurements.
 
-Rehearsed: all contestants are compiled, and the first call decides, on copies of its arguments.
+Rehearsed: all contestants are compiled, and the first call decides, on copies of its arguments. Ranks whose graph has
+collectives meet there and decide together (meeting.py).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from ark_torch.compile import background, choice, inductor_fallback
 from ark_torch.compile.capture import Captured
 from ark_torch.compile.contest import PAUSE, Contest, Contestant, rehearse
+from ark_torch.compile.meeting import Meeting
 from ark_torch.compile.report import log
 
 _PAUSE_S = 10.0
@@ -68,6 +70,9 @@ class _Served:
 
 
 class Rehearsed(_Served):
+    """`written`: positions of the arguments that the graph writes. `meeting`: of the ranks, and `otherwise` serves
+    calls that cannot be timed."""
+
     def __init__(
         self,
         title: str,
@@ -76,26 +81,41 @@ class Rehearsed(_Served):
         name: str,
         tell: Tell,
         on_gpu: bool,
+        meeting: Meeting | None = None,
+        otherwise: str = "ark",
     ) -> None:
         super().__init__(title, contestants, name, tell, on_gpu)
-        self._written = written
+        self._written, self._meeting, self._otherwise = written, meeting, otherwise
         self.run = self._first
 
     def _first(self, *arguments: Any) -> Any:
         with self._lock:
             if self._contestants:
-                chosen = choice.recall(self._name)  # another process may have been faster
-                if chosen is None and self._captures():
-                    return self._contestants["ark"](*arguments)
-                if chosen is None:
-                    try:
-                        measured = rehearse(self._contestants, arguments, self._written, self._on_gpu)
-                    except Exception as error:  # these arguments cannot be run, which the call itself reports better
-                        log.info("%s was not measured: %s", self._title, error)
-                        return self._contestants["ark"](*arguments)
-                    chosen = choice.remember(self._name, measured)
+                if self._captures() and (self._meeting is not None or choice.recall(self._name) is None):
+                    return self._contestants[self._otherwise](*arguments)
+                try:
+                    chosen = self._chosen(arguments)
+                except Exception as error:  # these arguments cannot be run, which the call itself reports better
+                    log.info("%s was not measured: %s", self._title, error)
+                    return self._contestants[self._otherwise](*arguments)
                 self._decide(chosen)
         return self.run(*arguments)
+
+    def _chosen(self, arguments: Sequence[Any]) -> choice.Choice:
+        known = choice.recall(self._name)  # another process may have been faster
+        if self._meeting is None:
+            if known is not None:
+                return known
+            return choice.remember(self._name, rehearse(self._contestants, arguments, self._written, self._on_gpu))
+        if known is not None and not known.names <= set(self._contestants):
+            known = None
+        clear, names = self._meeting.hold(known, list(self._contestants), self._otherwise)
+        if clear is not None:
+            return clear
+        taking_part = {name: self._contestants[name] for name in names}
+        measured = rehearse(taking_part, arguments, self._written, self._on_gpu, self._meeting.agree)
+        choice.remember(self._name, measured)
+        return measured  # as all ranks, whatever this machine's folder has
 
 
 class Serving(_Served):

@@ -97,6 +97,21 @@ def complete(given: Any, settings: env.Settings | None = None) -> Any:
     options.nccl_leaves_p2p = os.environ.get("NCCL_P2P_DISABLE", "0").strip() not in ("", "0")
     options.make_carrier = _make_gloo
     options.make_cuda_carrier = _make_cuda_carrier
+    plain = options.__copy__()
+
+    def known_dispatch(device: int, ranks: int) -> dict[str, int] | None:
+        from ark_torch.distributed import first_use
+
+        return first_use.known(plain, device, ranks)
+
+    def measure_dispatch(store: Any, rank: int, ranks: int, device: int) -> dict[str, int]:
+        from ark_torch.distributed import first_use
+
+        return first_use.measure(plain, store, rank, ranks, device)
+
+    # Rank 0 decides whether to measure, so every rank can.
+    options.known_dispatch = known_dispatch if settings.tune else None
+    options.measure_dispatch = measure_dispatch
     options.allocate = memory.empty
     options.log = log.info
     return options

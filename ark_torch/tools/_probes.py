@@ -22,12 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ark_torch import _support, env
+from ark_torch import _dispatch_files, _support, env
 from ark_torch._version import __version__
 
 HERE = Path(__file__).resolve().parent
 MIB = 1 << 20
-MEASURED = ("H100", "H200")  # GPU models that the built-in dispatch was measured on
 OK, INFO, WARN, FAIL = "ok", "info", "warn", "FAIL"
 
 
@@ -251,17 +250,22 @@ def between_gpus(gpus: int, missing: bool) -> Iterator[Row]:
 def thresholds(models: Sequence[str]) -> Iterator[Row]:
     """Whether the built-in dispatch was measured on such GPUs, if no table replaces it."""
     try:
-        if env.read().dispatch:
-            return  # dispatch() reports it
+        settings = env.read()
     except ValueError:
         return
-    others = sorted({model for model in models if not any(known in model for known in MEASURED)})
-    found = f"built in, measured on {' and '.join(MEASURED)}"
-    if others:
-        advice = "`ark tune --cuda` on the idle machine writes one; ARK_DISPATCH names it"
-        yield Row("dispatch", INFO, f"{found}; none was made for {', '.join(others)}", advice)
-    else:
+    if settings.dispatch:
+        return  # dispatch() reports it
+    others = sorted({model for model in models if not _dispatch_files.is_built_in(model, 2)})
+    found = f"built in, measured on {' and '.join(_dispatch_files.MEASURED)}"
+    if not others:
         yield Row("dispatch", INFO, found)
+        return
+    advice = "`ark tune --cuda` on the idle machine writes a whole one; ARK_DISPATCH names it"
+    if files := _dispatch_files.kept(others):
+        yield Row("dispatch", INFO, f"measured at first use for {', '.join(others)}: {', '.join(files)}", advice)
+        return
+    then = "groups measure one in 3 s at first use" if settings.tune else "ARK_TUNE=0 leaves it so"
+    yield Row("dispatch", INFO, f"{found}; none was made for {', '.join(others)}: {then}", advice)
 
 
 def dispatch() -> Iterator[Row]:

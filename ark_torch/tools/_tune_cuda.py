@@ -14,14 +14,14 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ark_torch.tools._tune_timers import Products, Timer
+from ark_torch.tools._tune_timers import Products, Timer, Together, call_of
 
 NEVER = 2**64 - 1
 ALWAYS = 0
@@ -100,63 +100,93 @@ def gains(field: Field, without: list[float], always: list[float]) -> dict[str, 
     return {str(size): round(ours / theirs, 2) for size, ours, theirs in times if ours > GAIN * theirs}
 
 
-def _group(numbers: dict[str, int], ranks: int, fast: bool) -> Any:
-    from ark_torch import _C
-    from ark_torch.distributed.group import complete
-
-    options = complete(_C.Options())
-    options.cuda_dispatch = [(ranks, numbers)]
-    options.reduction = "fast" if fast else "exact"
-    return dist.new_group(backend="ark", pg_options=options)
-
-
-def _registered(tensors: Sequence[torch.Tensor], size: int, groups: Sequence[Any]) -> list[torch.Tensor]:
+def _registered(tensors: Sequence[torch.Tensor], size: int, backends: Sequence[Any]) -> list[torch.Tensor]:
     """Copies of these tensors, cut to `size` bytes, registered with both groups."""
-    from ark_torch import distributed, memory
+    from ark_torch import memory
 
     with torch.cuda.use_mem_pool(memory.pool()):
         made = [tensor[: size // tensor.element_size()].clone() for tensor in tensors]
-    for group in groups:
+    for backend in backends:
         for tensor in made:
-            distributed.register(tensor, group)
+            backend._register_memory(tensor)
     return made
 
 
-def _measure(
-    field: Field, numbers: dict[str, int], ranks: int, tensors: Sequence[torch.Tensor], rounds: int
-) -> list[list[float]]:
-    """Times at the field's sizes without the algorithm, and with it."""
+def random_tensors(size: int) -> list[torch.Tensor]:
+    """Two of these many bytes; the program's random numbers stay as they are."""
+    source = torch.Generator("cuda").manual_seed(1)
+    return [torch.rand(size // 2, device="cuda", dtype=torch.bfloat16, generator=source) for _ in range(2)]
+
+
+def measure(
+    field: Field,
+    numbers: dict[str, int],
+    together: Together,
+    tensors: Sequence[torch.Tensor],
+    rounds: int,
+    over: Callable[[], bool] = lambda: False,
+) -> list[list[float]] | None:
+    """Times at the field's sizes without the algorithm, and with it. `over` ends it between sizes on all ranks, as soon
+    as any has it; then there are no times."""
     values = (ALWAYS, NEVER) if field.small_first else (NEVER, ALWAYS)
     others = OTHERS.get(field.name, {})
-    groups = [_group(numbers | others | {field.name: value}, ranks, field.nccl) for value in values]
+    groups = [together.group(numbers | others | {field.name: value}, field.nccl) for value in values]
     if field.name == "all_to_all_engine_from":
-        for group in groups:
-            dist.broadcast(tensors[0], group_src=0, group=group)
+        for group in groups:  # creates the memory
+            call_of("broadcast", group, tensors[0], tensors[1], together.ranks)()
     if field.registered:
         tensors = _registered(tensors, max(field.sizes), groups)
-    timers = [Timer(group, field.operation, tensors, ranks) for group in groups]
+    timers = [Timer(together, group, field.operation, tensors) for group in groups]
     products = Products() if field.beside else None
     found: list[list[float]] = [[], []]
+    late = False
     for size in field.sizes:
-        times: list[list[float]] = [[], []]
-        for index in range(2):
-            timers[index].prepare(size)
+        for timer in timers:
+            timer.prepare(size)
         if products is not None:
-            alone = torch.tensor(max(timer.whole() for timer in timers), dtype=torch.float64)
-            dist.all_reduce(alone, dist.ReduceOp.MAX)
-            products.last(float(alone))
-        for _ in range(rounds):
-            for index in range(2):
-                times[index].append(timers[index].microseconds(products))
-        medians = torch.tensor([statistics.median(each) for each in times], dtype=torch.float64)
-        dist.all_reduce(medians, dist.ReduceOp.MAX)
+            (alone,) = together.slowest([max(timer.whole() for timer in timers)])
+            products.last(alone)
+        times = [[timer.microseconds(products) for timer in timers] for _ in range(rounds)]
+        *medians, late_somewhere = together.slowest(
+            [*(statistics.median(own) for own in zip(*times, strict=True)), float(over())]
+        )
         for index in range(2):
-            found[index].append(float(medians[index]))
-    torch.cuda.synchronize()
-    del timers  # their graphs hold the groups' captured work
+            found[index].append(medians[index])
+        if late := bool(late_somewhere) and size != field.sizes[-1]:
+            break
+    for timer in timers:
+        timer.close()
     for group in groups:
-        dist.destroy_process_group(group)
-    return found
+        together.close(group)
+    return None if late else found
+
+
+class World:
+    """All ranks of the job (Together)."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self._groups: dict[Any, Any] = {}
+
+    def group(self, numbers: dict[str, int], fast: bool) -> Any:
+        from ark_torch import _C
+        from ark_torch.distributed.group import complete
+
+        options = complete(_C.Options())
+        options.cuda_dispatch = [(self.ranks, numbers)]
+        options.reduction = "fast" if fast else "exact"
+        group = dist.new_group(backend="ark", pg_options=options)
+        backend = group._get_backend(torch.device("cuda"))
+        self._groups[backend] = group
+        return backend
+
+    def close(self, backend: Any) -> None:
+        dist.destroy_process_group(self._groups.pop(backend))
+
+    def slowest(self, values: Sequence[float]) -> list[float]:
+        every = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(every, dist.ReduceOp.MAX)
+        return every.tolist()
 
 
 def tune(rank: int, ranks: int, rendezvous: str, rounds: int, output: str, only: Sequence[str] = ()) -> None:
@@ -164,15 +194,18 @@ def tune(rank: int, ranks: int, rendezvous: str, rounds: int, output: str, only:
     from ark_torch import _C
 
     torch.cuda.set_device(rank)
+    torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]  # the default one cannot be captured
     dist.init_process_group("ark", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
+    world = World(ranks)
     say = print if rank == 0 else lambda *_: None
     numbers = _C._default_cuda_dispatch(ranks)
     fields = [field for field in FIELDS if not only or field.name in only]
-    count = max(max(field.sizes) for field in fields) // 2
-    tensors = [torch.rand(count, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    tensors = random_tensors(max(max(field.sizes) for field in fields))
     faster: dict[str, dict[str, float]] = {}
     for field in fields:
-        without, always = _measure(field, numbers, ranks, tensors, rounds)
+        times = measure(field, numbers, world, tensors, rounds)
+        assert times is not None  # there is no limit of time
+        without, always = times
         numbers[field.name] = decide(field, ranks, without, always)
         if gained := gains(field, without, always):
             faster[field.operation] = gained

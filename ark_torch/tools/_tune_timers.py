@@ -1,36 +1,84 @@
-"""Timers of `ark tune --cuda`: CUDA graphs of one operation, alone or in parallel with matrix products."""
+"""Timers of CUDA tuning: CUDA graphs of one operation, alone or in parallel with matrix products.
+
+They call a group's backend directly, because groups of the measurement at first use are unknown to torch.distributed,
+and work on the current stream alone: the program's other streams may wait for peers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 
-def _call(operation: str, group: Any, whole: torch.Tensor, other: torch.Tensor, ranks: int) -> Callable[[], Any]:
+class Together(Protocol):
+    """The ranks that measure, and how they make groups and exchange figures."""
+
+    ranks: int
+
+    def group(self, numbers: dict[str, int], fast: bool) -> Any:
+        """A new group's backend with this dispatch; `fast`: sums in any order."""
+
+    def close(self, backend: Any) -> None:
+        """Ends a group."""
+
+    def slowest(self, values: Sequence[float]) -> list[float]:
+        """The maximum over the ranks of each value. No rank returns before all have come."""
+
+
+def _synchronous(options: Any, **values: Any) -> Any:
+    options.asyncOp = False
+    for name, value in values.items():
+        setattr(options, name, value)
+    return options
+
+
+def call_of(operation: str, backend: Any, whole: torch.Tensor, other: torch.Tensor, ranks: int) -> Callable[[], Any]:
     """The operation; `whole` is the tensor whose bytes the dispatch looks at."""
-    part = other[: whole.numel() // ranks]
     mean = dist.ReduceOp.AVG  # repeated on the same tensor, sums would become infinite
     if operation == "all_reduce":
-        return lambda: dist.all_reduce(whole, mean, group=group)
+        options = _synchronous(c10d.AllreduceOptions(), reduceOp=mean)
+        return lambda: backend.allreduce([whole], options).wait()
     if operation == "reduce":
-        return lambda: dist.reduce(whole, op=mean, group_dst=0, group=group)
+        options = _synchronous(c10d.ReduceOptions(), reduceOp=mean, rootRank=0)
+        return lambda: backend.reduce([whole], options).wait()
     if operation == "broadcast":
-        return lambda: dist.broadcast(whole, group_src=0, group=group)
+        options = _synchronous(c10d.BroadcastOptions(), rootRank=0, rootTensor=0)
+        return lambda: backend.broadcast([whole], options).wait()
+    if operation == "all_to_all":
+        options = _synchronous(c10d.AllToAllOptions())
+        return lambda: backend.alltoall_base(other[: whole.numel()], whole, [], [], options).wait()
+    part = other[: whole.numel() // ranks]
     if operation == "all_gather":
-        return lambda: dist.all_gather_into_tensor(whole, part, group=group)
-    if operation == "reduce_scatter":
-        return lambda: dist.reduce_scatter_tensor(part, whole, mean, group=group)
-    return lambda: dist.all_to_all_single(other[: whole.numel()], whole, group=group)
+        options = _synchronous(c10d.AllgatherOptions())
+        return lambda: backend._allgather_base(whole, part, options).wait()
+    options = _synchronous(c10d.ReduceScatterOptions(), reduceOp=mean)
+    return lambda: backend._reduce_scatter_base(part, whole, options).wait()
+
+
+def _graph_of(body: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """Captures on the current stream, which must not be the default one. Unlike torch.cuda.graph it waits for no other
+    stream, and frees no cached memory."""
+    torch.cuda.current_stream().synchronize()
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(capture_error_mode="thread_local")
+    try:
+        body()
+    finally:
+        graph.capture_end()
+    return graph
 
 
 class Products:
     """Matrix products on their own stream."""
 
     def __init__(self) -> None:
-        self._matrices = [torch.rand(4096, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+        source = torch.Generator("cuda").manual_seed(2)
+        whole = torch.rand(3, 4096, 4096, device="cuda", dtype=torch.bfloat16, generator=source)
+        self._matrices = list(whole)
         self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.prepare(10)
         self._each = self._microseconds() / 10
@@ -38,11 +86,12 @@ class Products:
     def prepare(self, count: int) -> None:
         one, two, out = self._matrices
         torch.mm(one, two, out=out)  # warms up outside the graph
-        torch.cuda.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+
+        def body() -> None:
             for _ in range(count):
                 torch.mm(one, two, out=out)
+
+        self._graph = _graph_of(body)
 
     def last(self, microseconds: float) -> None:
         """From now on runs as many products as take this long alone."""
@@ -66,29 +115,30 @@ class Products:
 class Timer:
     """One candidate: graphs of several operations of one size, made once."""
 
-    def __init__(self, group: Any, operation: str, tensors: Sequence[torch.Tensor], ranks: int) -> None:
-        self._group, self._operation, self._tensors, self._ranks = group, operation, tensors, ranks
+    def __init__(self, together: Together, backend: Any, operation: str, tensors: Sequence[torch.Tensor]) -> None:
+        self._together, self._backend, self._operation, self._tensors = together, backend, operation, tensors
         self._call(1 << 12)()
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()
 
     def _call(self, size: int) -> Callable[[], Any]:
         whole, other = self._tensors
-        count = size // whole.element_size() // self._ranks * self._ranks
-        return _call(self._operation, self._group, whole[:count], other, self._ranks)
+        count = size // whole.element_size() // self._together.ranks * self._together.ranks
+        return call_of(self._operation, self._backend, whole[:count], other, self._together.ranks)
 
     def prepare(self, size: int) -> None:
         self._calls = max(2, min(20, (64 << 20) // size))
         call = self._call(size)
         call()  # loads kernels and creates NCCL outside the graph
-        torch.cuda.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+
+        def body() -> None:
             for _ in range(self._calls):
                 call()
 
+        self._graph = _graph_of(body)
+
     def microseconds(self, products: Products | None = None) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        dist.barrier()
+        self._together.slowest([0.0])
         self._graph.replay()
         start.record()
         if products is not None:
@@ -99,6 +149,11 @@ class Timer:
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end)) * 1000 / self._calls
+
+    def close(self) -> None:
+        """Frees the graph, which holds the group's captured work."""
+        torch.cuda.current_stream().synchronize()
+        self._graph.reset()
 
     def whole(self) -> float:
         """Microseconds of all calls of a graph, alone."""

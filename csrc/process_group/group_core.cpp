@@ -129,6 +129,12 @@ void GroupCore::finished(const WorkArk& work, std::exception_ptr failure) {
   }
 }
 
+c10d::ErrorType GroupCore::state() {
+  const c10d::ErrorType known = error.load();
+  if (known != c10d::ErrorType::SUCCESS || (shm == nullptr && node_health == nullptr)) return known;
+  return health().alarm({}, -1) ? c10d::ErrorType::REMOTE_ERROR : known;
+}
+
 void GroupCore::report_failure(const Error& failure) {
   c10d::ErrorType none = c10d::ErrorType::SUCCESS;
   const c10d::ErrorType kind = failure.kind() == ErrorKind::timeout     ? c10d::ErrorType::TIMEOUT

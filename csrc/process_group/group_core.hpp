@@ -63,6 +63,8 @@ class GroupCore : public std::enable_shared_from_this<GroupCore> {
 
   // Of the ranks that this one shares memory with.
   GroupHealth& health() { return shm ? shm->health() : *node_health; }
+  // The first failure; before any operation has found one, whether a rank of this machine has ended or failed.
+  c10d::ErrorType state();
   // A window whose tensor is registered: peers may write to it as long as the group lives, or until it is closed.
   void keep(std::shared_ptr<RmaWindow> window);
   void forget(const std::shared_ptr<RmaWindow>& window);

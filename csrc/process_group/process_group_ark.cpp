@@ -129,6 +129,8 @@ c10::intrusive_ptr<ProcessGroupArk::Options> ProcessGroupArk::options_like(
     options = c10::make_intrusive<Options>(*own);
     if (!options->make_carrier) options->make_carrier = options_->make_carrier;
     if (!options->make_cuda_carrier) options->make_cuda_carrier = options_->make_cuda_carrier;
+    if (!options->known_dispatch) options->known_dispatch = options_->known_dispatch;
+    if (!options->measure_dispatch) options->measure_dispatch = options_->measure_dispatch;
     if (!options->allocate) options->allocate = options_->allocate;
     if (!options->log) options->log = options_->log;
     options->global_rank = options_->global_rank;

@@ -77,6 +77,13 @@ class ProcessGroupArk : public c10d::Backend {
     std::function<c10::intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Store>, int rank, int size,
                                                     std::chrono::milliseconds timeout)>
         make_cuda_carrier;
+    // A dispatch for this device and number of ranks that was measured before: fields and values, none of them for the
+    // built-in values; nullopt: it is to be measured. Only rank 0 is asked, and only if cuda_dispatch has no rule.
+    std::function<std::optional<std::map<std::string, uint64_t>>(int device, int size)> known_dispatch;
+    // Measures such a dispatch; collective. Does not throw, and returns within a bounded time whatever peers do. Rank
+    // 0's result counts.
+    std::function<std::map<std::string, uint64_t>(c10::intrusive_ptr<c10d::Store>, int rank, int size, int device)>
+        measure_dispatch;
     // Allocates an uninitialised tensor that can be registered (ark_torch.memory.pool()).
     std::function<at::Tensor(int64_t size, at::ScalarType dtype, c10::Device device)> allocate;
     std::function<void(const std::string&)> log;  // one line for people
@@ -137,7 +144,7 @@ class ProcessGroupArk : public c10d::Backend {
   void registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
   void waitForPendingWorks() override;
   void enableCollectivesTiming() override { core_->timing = true; }  // on the host getDuration() always works
-  c10d::ErrorType getError() override { return core_->error.load(); }
+  c10d::ErrorType getError() override { return core_->state(); }
   void abort() override;
   void shutdown() override;
   void addEphemeralTimeout(const std::chrono::milliseconds& timeout) ARK_OVERRIDE_SINCE_2_14;
@@ -164,6 +171,7 @@ class ProcessGroupArk : public c10d::Backend {
   std::string cuda_carrier() const;
   // Why CUDA tensors go through host memory; empty if they do not.
   std::string cuda_on_host() const;
+  std::optional<CudaDispatch> cuda_dispatch() const;  // nullopt before the first use, and if ark does not carry
   uint64_t cuda_shared_bytes() const;
   uint64_t cuda_registered_bytes() const;
   uint64_t cuda_carried() const;  // collectives that NCCL carried as a dispatch table entry
@@ -249,10 +257,11 @@ class ProcessGroupArk : public c10d::Backend {
   uint64_t next_message(bool is_send, int peer, int tag);  // counts messages, for the flight record
   WorkPtr collect(WorkPtr work);                           // keeps the work while coalescing
 
-  // CUDA tensors (issue.cpp, cuda/cuda_side.cpp).
+  // CUDA tensors (issue.cpp, cuda/cuda_side.cpp, cuda/first_use.cpp).
   c10::Device device_of(const Call& call) const;  // of all tensors; refuses several devices
   std::shared_ptr<CudaGroup> cuda_side(const char* operation, c10::Device device);
   std::shared_ptr<CudaGroup> join_on(const char* operation, c10::Device device);
+  CudaDispatch find_dispatch(KeyValueStore& store, c10::Device device, const std::function<void()>& check);
   [[noreturn]] void fail_cuda(KeyValueStore& store, Error error);
   static void raise_peers_cuda_failure(KeyValueStore& store, int rank);
   static void raise_last_words(KeyValueStore& store, int rank);

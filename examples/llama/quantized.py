@@ -1,6 +1,7 @@
-"""Weight-only quantisation of a model's linear layers in plain PyTorch.
+"""Quantisation of a model's linear layers in plain PyTorch.
 
-int8 and float8 have a scale per channel, int4 has a scale and a zero per group of a channel's depth.
+int8 and float8 have a scale per channel, int4 has a scale and a zero per group of a channel's depth. Those are
+weight-only; "float8-dynamic" also rounds the activations to float8, with a scale per row.
 
     from llama.quantized import quantize
     model = torch.compile(quantize(model, "int4"), backend="ark")
@@ -48,6 +49,24 @@ class Float8Linear(nn.Module):
         return F.linear(x, (self.codes.float() * self.scales).to(x.dtype), self.bias)
 
 
+class Float8DynamicLinear(nn.Module):
+    """torch._scaled_mm of float8 rows, as torchao's Float8DynamicActivationFloat8WeightConfig makes it."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        scales = weight.float().abs().amax(1, keepdim=True).clamp_min(1e-8) / 448
+        self.register_buffer("codes", (weight.float() / scales).to(torch.float8_e4m3fn))
+        self.register_buffer("scales", scales)
+        self.register_buffer("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        scales = rows.float().abs().amax(1, keepdim=True).clamp_min(1e-8) / 448
+        codes = (rows.float() / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
+        product = torch._scaled_mm(codes, self.codes.t(), scales, self.scales.t(), self.bias, out_dtype=x.dtype)
+        return product.view(*x.shape[:-1], -1)
+
+
 class Int4Linear(nn.Module):
     """Two codes per byte, the first in the low bits, with a scale and a zero per group."""
 
@@ -71,7 +90,12 @@ class Int4Linear(nn.Module):
 
 def quantize(model: nn.Module, form: str) -> nn.Module:
     """Replaces every nn.Linear in place. Returns the model itself."""
-    make = {"int8": Int8Linear, "float8": Float8Linear, "int4": Int4Linear}[form]
+    make = {
+        "int8": Int8Linear,
+        "float8": Float8Linear,
+        "float8-dynamic": Float8DynamicLinear,
+        "int4": Int4Linear,
+    }[form]
     for name, child in model.named_children():
         if isinstance(child, nn.Linear):
             setattr(model, name, make(child.weight.detach(), None if child.bias is None else child.bias.detach()))

@@ -32,6 +32,7 @@ from accuracy_inputs import (
 )
 from accuracy_products import averages, convolutions, products
 
+from ark_torch.compile import scaled_products
 from ark_torch.compile.operators import loop
 
 aten, prims, functional = torch.ops.aten, torch.ops.prims, torch.ops._c10d_functional
@@ -49,8 +50,12 @@ WITHOUT_ROUNDING = {
 }
 # The names of attention on a GPU, where tests/gpu/compile_operators.py runs the CPU's cases.
 ON_A_GPU = {getattr(aten, f"_scaled_dot_product_{kind}_attention").default for kind in ("flash", "efficient", "cudnn")}
-# It takes packed integers in a CPU-specific order. test_low_bits.py compares it with float64.
-CODED = {aten._weight_int4pack_mm_for_cpu.default}
+# They take codes, some in a device-specific order. test_low_bits.py and test_scaled_products.py compare them with
+# float64.
+CODED = {
+    *(aten._weight_int4pack_mm_for_cpu.default, aten._weight_int8pack_mm.default),
+    *scaled_products.OPERATORS,
+}
 assert loop  # its import registers ark_torch::stop
 
 

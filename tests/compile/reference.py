@@ -38,9 +38,13 @@ BINARY = (
 OPERANDS = (
     {name: 1 for name in UNARY.split()} | {name: 2 for name in BINARY.split()} | {"where": 3, "copy": 1, "cast": 1}
 )
+OPERANDS["round_e4m3"] = 1
 POINTWISE: dict[str, Any] = {
-    name: (lambda x: x) if name in ("copy", "cast") else getattr(torch, name) for name in OPERANDS
+    name: (lambda x: x) if name in ("copy", "cast") else getattr(torch, name)
+    for name in OPERANDS
+    if name != "round_e4m3"
 }
+POINTWISE["round_e4m3"] = lambda x: x.to(torch.float8_e4m3fn).to(x.dtype)
 
 
 class Graph:

@@ -233,8 +233,8 @@ def test_coded_weights(sources: Sources, compiled: Any, rows: int, dtype: torch.
     sources.check()
 
 
-@pytest.mark.by_day("sm_90a-1-int4")
-@pytest.mark.parametrize("form", ["int8", "int4", "float8"])
+@pytest.mark.by_day("sm_90a-1-int4", "sm_90a-1-float8-dynamic")
+@pytest.mark.parametrize("form", ["int8", "int4", "float8", "float8-dynamic"])
 @pytest.mark.parametrize("batch", [1, 2, 8, 16])
 def test_coded_llama(sources: Sources, compiled: Any, batch: int, form: str) -> None:
     """Products that share rows, and activations after them, form the same stages as with plain weights."""
@@ -243,8 +243,10 @@ def test_coded_llama(sources: Sources, compiled: Any, batch: int, form: str) -> 
         torch.randint(0, 512, (batch, 1)), torch.tensor([5])
     )
     if batch <= 8 and sources.arch == "sm_90a":
-        one = f"{form} linear"
-        assert f"{one}, {one}, {one}" in sources.stages() and f"{one}, {one}, swiglu" in sources.stages()
+        one = f"{form.partition('-')[0]} linear"
+        scaled = ", mul, mul, mul" if form == "float8-dynamic" else ""  # by the rows' scales
+        assert f"{one}, {one}, {one}{scaled}" in sources.stages()
+        assert bool(scaled) or f"{one}, {one}, swiglu" in sources.stages()
     sources.check()
 
 

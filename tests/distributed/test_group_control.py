@@ -167,6 +167,27 @@ def test_debug_level_turns_comparing_on(level: dist.DebugLevel) -> None:
         dist.set_debug_level(before)
 
 
+def _get_error_of_a_lost_peer(rank: Rank) -> None:
+    backend = backend_of(rank.init())
+    dist.barrier()
+    rank.report("ready")
+    if rank.rank == 1:
+        rank.wait_for("go")
+    deadline = time.monotonic() + 20
+    while (error := str(backend.get_error()).rpartition(".")[2]) == "SUCCESS" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert error == "REMOTE_ERROR"
+
+
+@ark_only
+def test_get_error_names_a_lost_peer_before_any_operation() -> None:
+    with Job(_get_error_of_a_lost_peer, 2, destroy=False) as job:
+        job.wait_all("ready", timeout=30)
+        job.kill(1)
+        (outcome,) = job.wait_outcomes([0], timeout=30)
+    assert outcome.kind == "result", outcome
+
+
 def _get_error(rank: Rank) -> None:
     group = rank.init()
     backend = backend_of(group)

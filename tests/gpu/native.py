@@ -14,7 +14,7 @@ PROGRAMS = ("communicator_random", "peers")
 
 def build(folder: Path) -> Path:
     """Builds the programs in the folder and returns it."""
-    includes = [f"-I{path}" for path in (REPO / "csrc", KERNELS, REPO / "tests" / "csrc")]
+    includes = [f"-I{path}" for path in (REPO / "csrc", KERNELS, REPO / "tests" / "csrc", REPO / "third_party")]
     sources = [source for source in (REPO / "csrc").rglob("*.cpp") if not source.name.startswith("bindings")]
     with_torch = [REPO / "csrc" / folder for folder in ("process_group", "compiler", "ops")]
     sources = [source for source in sources if not any(folder in source.parents for folder in with_torch)]

@@ -30,13 +30,13 @@ pytestmark = pytest.mark.timeout(300)
 LOST_BOUND_S = 5.0
 
 
-def compiled(call: Any) -> tuple[Callable[..., Any], Any]:
-    """Compiles to one region on the GPU, or raises."""
+def compiled(call: Any, given: Any = None) -> tuple[Callable[..., Any], Any]:
+    """Compiles to one region on the GPU, or raises; with `given` options, as they say."""
     from ark_torch.compile import backend, options
     from ark_torch.compile.report import Report
 
     torch._dynamo.reset()
-    report, chosen = Report(), options.parse(None, {"choose": "ark", "fallback": False})
+    report, chosen = Report(), options.parse(None, {"choose": "ark", "fallback": False} if given is None else given)
 
     def compile_graph(graph_module: Any, example_inputs: Any) -> Any:
         return backend.compile_graph(graph_module, example_inputs, chosen, report)
@@ -151,6 +151,40 @@ def _llama(rank: Rank, dtype: torch.dtype, close: float) -> None:
 @pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
 def test_tensor_parallel_llama(dtype: torch.dtype, close: float) -> None:
     run(_llama, dtype, close)
+
+
+def _measured(rank: Rank) -> Any:
+    """Products and their sums of few rows, and of more than are left to Inductor unmeasured."""
+    device = start(rank, timeout=100)
+    group, chosen = dist.group.WORLD, []
+    for rows in (4, 512):
+        generator = torch.Generator().manual_seed(rows)
+        x, w, v = (
+            torch.randn(*shape, generator=generator).div(16).to(device, torch.bfloat16)
+            for shape in ((rows, 1024), (1024, 1024), (1024, 512))
+        )
+
+        def step(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+            return funcol.all_reduce(torch.tanh(x @ w), "sum", group) @ v
+
+        call, report = compiled(step, {"wait": True})
+        got = call(x, w, v)
+        torch.testing.assert_close(got, step(x, w, v), atol=0.05, rtol=0.05)
+        choice = report.graphs[0].choice
+        assert choice is not None and {"ark", "inductor"} <= set(choice.us) and len(choice.replay_us) > 1, choice
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            again = call(x, w, v)
+        graph.replay()
+        torch.testing.assert_close(again, got, atol=0.05, rtol=0.05)
+        chosen.append((choice.runs_on, choice.replays_on, dict(choice.us), dict(choice.replay_us)))
+    print(chosen, flush=True)
+    return chosen
+
+
+def test_ranks_choose_together() -> None:
+    every_rank = run(_measured)
+    assert all(one == every_rank[0] for one in every_rank)
 
 
 def _for_long(rank: Rank, steps: int) -> float:

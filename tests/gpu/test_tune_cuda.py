@@ -13,6 +13,7 @@ import torch.distributed as dist
 from on_gpu import GPUS, run, same
 from support.rank import Rank
 from support.reference import make_input
+from support.told import Lines
 
 import ark_torch
 from ark_torch import _C
@@ -50,3 +51,42 @@ def _rank_0_decides(rank: Rank) -> None:
 def test_all_ranks_take_the_dispatch_of_rank_0() -> None:
     assert GPUS >= 2
     run(_rank_0_decides, own=True)
+
+
+def _first_use(rank: Rank, cache: str) -> tuple[dict[str, int], list[str], list[str]]:
+    """The GPU's model counts as unknown."""
+    from ark_torch.distributed import first_use
+
+    os.environ["ARK_CACHE"] = cache
+    torch.cuda.set_device(rank.rank)
+    first_use.model_of = lambda device: "Unknown GPU"
+    lines = Lines()
+    rank.init()
+    torch.manual_seed(3)
+    expected = torch.rand(3, device="cuda")
+    torch.manual_seed(3)
+    state = torch.cuda.get_rng_state()
+    for count in (1, 5000, 300_001, (24 << 20) + 5):
+        expected_sum = make_input(torch.float32, count, 3, rank.rank)
+        tensor = expected_sum.cuda()
+        dist.all_reduce(tensor)
+        dist.all_reduce(expected_sum)
+        same(tensor, expected_sum, f"all_reduce of {count}")
+    assert torch.equal(torch.cuda.get_rng_state(), state) and torch.equal(torch.rand(3, device="cuda"), expected)
+    group = dist.new_group(list(range(rank.world_size)))  # does not measure again
+    dist.all_reduce(torch.ones(5, device="cuda"), group=group)
+    backends = [one._get_backend(torch.device("cuda")) for one in (dist.group.WORLD, group)]
+    assert backends[0].cuda_dispatch == backends[1].cuda_dispatch
+    return backends[0].cuda_dispatch, lines.about("dispatch for"), lines.lines
+
+
+def test_first_use_on_an_unknown_gpu(tmp_path: Path) -> None:
+    first = run(_first_use, str(tmp_path), own=True)
+    print("\n" + "\n".join(first[0][1]))
+    assert len(first[0][1]) == 1 and "measured in" in first[0][1][0], first[0][2]
+    assert all(numbers == first[0][0] for numbers, _, _ in first) and not any(told for _, told, _ in first[1:])
+    (path,) = (tmp_path / "dispatch").glob("*.json")
+    ((ranks, kept),) = load_dispatch(str(path))[1]
+    assert ranks == len(first) and "one_shot_to" in kept
+    later = run(_first_use, str(tmp_path), own=True)
+    assert all(numbers == first[0][0] and not told for numbers, told, _ in later), later[0][1]

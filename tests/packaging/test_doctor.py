@@ -8,11 +8,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from ark_torch import _support
+from ark_torch import _dispatch_files, _support
 from ark_torch.tools import _probe_cuda, _probes, doctor
 
 
@@ -173,16 +174,32 @@ def test_what_lies_between_gpus_is_told(monkeypatch, wish: str, missing: bool, w
     "models, table, words",
     [
         (["NVIDIA H100 80GB HBM3"] * 2, "", "measured on H100 and H200$"),
-        (["NVIDIA H200", "NVIDIA A100-SXM4-40GB"], "", "none was made for NVIDIA A100-SXM4-40GB$"),
+        (["NVIDIA H200", "NVIDIA A100-SXM4-40GB"], "", "none was made for NVIDIA A100-SXM4-40GB: groups measure one"),
         (["NVIDIA A100-SXM4-40GB"] * 2, "table.json", ""),
     ],
 )
-def test_a_dispatch_that_was_measured_elsewhere_is_told(monkeypatch, models, table: str, words: str) -> None:
-    monkeypatch.setenv("ARK_DISPATCH", table)
+def test_a_dispatch_that_was_measured_elsewhere_is_told(monkeypatch, tmp_path, models, table, words: str) -> None:
+    monkeypatch.setenv("ARK_CACHE", str(tmp_path))
+    if table:
+        (tmp_path / table).write_text("{}")
+    monkeypatch.setenv("ARK_DISPATCH", table and str(tmp_path / table))
     rows = list(_probes.thresholds(models))
     assert len(rows) == (words != "")
     for row in rows:
         assert re.search(words, row.found) and ("ark tune --cuda" in row.advice) == ("none was made" in row.found), row
+
+
+@pytest.mark.quick
+def test_a_dispatch_of_first_use_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ARK_CACHE", str(tmp_path))
+    (row,) = _probes.thresholds(["NVIDIA L40S"])
+    assert "groups measure one in 3 s at first use" in row.found
+    monkeypatch.setenv("ARK_TUNE", "0")
+    (row,) = _probes.thresholds(["NVIDIA L40S"])
+    assert "ARK_TUNE=0 leaves it so" in row.found
+    path = _dispatch_files.remember("NVIDIA L40S", 2, "auto", ["one_shot_to"], {"one_shot_to": 4096}, {})
+    (row,) = _probes.thresholds(["NVIDIA L40S"])
+    assert row.found == f"measured at first use for NVIDIA L40S: {path}"
 
 
 @pytest.mark.quick

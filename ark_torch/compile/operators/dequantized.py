@@ -1,4 +1,4 @@
-"""Products with quantized weights (low_bits.py), and per-channel scales and biases that follow them.
+"""Products with quantized weights (low_bits.py), also of float8 rows, and per-channel scales and biases that follow.
 
 Many models apply the channel's scale after the product: `linear(x, codes.to(x.dtype)) * scales`, and torchao the bias
 after that. Each of these is one more factor or summand per column, so a remembered product is emitted again with it;
@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch.fx import Node
 
-from ark_torch.compile import low_bits
+from ark_torch.compile import low_bits, scaled_products
 from ark_torch.compile.decoding import Leaf, leaf_of
 from ark_torch.compile.ir import Operand, Strided, Unsupported
 from ark_torch.compile.low_bits import Weight
@@ -28,12 +29,34 @@ class _Product:
     bias: Operand | None = None
 
 
-@lowers(low_bits.PACKED)
+@lowers(low_bits.PACKED, low_bits.BYTES)
 def packed(low: Lowering, node: Node) -> Strided:
+    return product(low, _weight_of(node), low.result(node), low.operand(node.args[0]))
+
+
+def _weight_of(node: Node) -> Weight:
     weight = low_bits.weight_of(node)
     if weight is None:
-        raise Unsupported("its codes are packed in an order that ark does not know")
-    return product(low, weight, low.result(node), low.operand(node.args[0]))
+        raise Unsupported("a product of coded weights in a form that ark does not know (explain's weights say why)")
+    return weight
+
+
+@lowers(*scaled_products.OPERATORS)
+def scaled(low: Lowering, node: Node) -> Strided:
+    """The rows' scale multiplies the sums, which are float32 until the result is rounded."""
+    weight, parts, out = _weight_of(node), scaled_products.parts_of(node), low.result(node)
+    conversion = scaled_products.conversion_of(parts.rows)
+    if not low.is_known(conversion):
+        value = conversion.meta["val"]
+        rounded = low.fresh(torch.float16, value.shape, value.stride())
+        if not rounded.spans_densely():
+            raise Unsupported("rows with gaps or overlap that become float8")
+        low.define(conversion, low.pointwise("round_e4m3", low.operand(conversion.args[0]), out=rounded))
+    sums = product(low, weight, low.fresh(torch.float32, out.shape), low.operand(parts.rows))
+    scale = low.operand(parts.row_scale)
+    if parts.bias is None:
+        return low.pointwise("mul", sums, scale, out=out)
+    return low.pointwise("add", low.pointwise("mul", sums, scale), low.operand(parts.bias), out=out)
 
 
 def product(low: Lowering, weight: Weight, out: Strided, rows: Operand, bias: Operand | None = None) -> Strided:

@@ -59,6 +59,17 @@ ARK_INLINE Floats copysign(Floats x, Floats y) {
   return same_bits<Floats>((same_bits<Words>(x) & 0x7fffffffu) | (same_bits<Words>(y) & 0x80000000u));
 }
 
+// To the nearest float8_e4m3fn, halves to even, as PyTorch's conversion: what exceeds 464 becomes NaN.
+ARK_INLINE Floats round_e4m3(Floats x) {
+  const Floats magnitude = abs(x);
+  const Words bits = same_bits<Words>(magnitude);
+  const Floats normal = same_bits<Floats>((bits + 0x7ffffu + ((bits >> 20) & 1u)) & 0xfff00000u);
+  const Floats magic = splat(0x1.8p14f);  // adding it leaves a multiple of the least subnormal number, 2^-9
+  const Floats subnormal = (magnitude + magic) - magic;
+  const Floats rounded = magnitude < 0x1p-6f ? subnormal : normal;
+  return copysign(magnitude <= 464.0f ? rounded : splat(kNan), x);
+}
+
 // x * 2^n for n in [-252, 254], in two factors so that subnormal results round once.
 ARK_INLINE Floats scale(Floats x, Shorts n) {
   const Shorts half = n >> 1;

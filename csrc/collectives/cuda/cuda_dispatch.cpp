@@ -11,9 +11,8 @@ namespace ark {
 
 namespace {
 
-constexpr char kKey[] = "dispatch";
 // Flags of the last word.
-constexpr uint64_t kPeerAccess = 3, kAnyOrder = 4, kNcclLeavesP2p = 8;
+constexpr uint64_t kPeerAccess = 3, kAnyOrder = 4, kNcclLeavesP2p = 8, kToMeasure = 16;
 
 }  // namespace
 
@@ -35,6 +34,18 @@ CudaDispatch CudaDispatch::measured(int ranks) {
     made.ring_blocks = 24;
     made.part_bytes = 8 << 20;
     made.copy_engine_from = 512 << 20;
+  }
+  return made;
+}
+
+CudaDispatch CudaDispatch::measured(int ranks, const std::map<std::string, uint64_t>& numbers) {
+  CudaDispatch made = measured(ranks);
+  for (const auto& [name, number] : numbers) {
+    const auto* field = std::find_if(std::begin(kCudaDispatchFields), std::end(kCudaDispatchFields),
+                                     [&name = name](const auto& one) { return name == one.name; });
+    if (field == std::end(kCudaDispatchFields))
+      throw Error(ErrorKind::invalid_argument, "dispatch table: cuda: unknown field '" + name + "'");
+    made.*field->value = number;
   }
   return made;
 }
@@ -80,19 +91,20 @@ CudaDispatch agree_on_dispatch(KeyValueStore& store, int rank, int size, const s
   mine.peer_access = limits.peer_access;
   mine.any_order = limits.fast;
   mine.nccl_leaves_p2p = limits.nccl_leaves_p2p;
+  mine.to_measure = limits.to_measure;
   if (size == 1) return mine;
   uint64_t words[kWords] = {};
   if (rank == 0) {
     for (size_t i = 0; i < kFields; ++i) words[i] = mine.*kCudaDispatchFields[i].value;
     words[kFields] = static_cast<uint64_t>(mine.peer_access) | (mine.any_order ? kAnyOrder : 0) |
-                     (mine.nccl_leaves_p2p ? kNcclLeavesP2p : 0);
+                     (mine.nccl_leaves_p2p ? kNcclLeavesP2p : 0) | (mine.to_measure ? kToMeasure : 0);
     std::vector<uint8_t> told(sizeof words);
     std::memcpy(told.data(), words, sizeof words);
-    store.set(kKey, told);
+    store.set(limits.key, told);
     return mine;
   }
   for (;;) {
-    if (const auto found = store.find(kKey)) {
+    if (const auto found = store.find(limits.key)) {
       if (found->size() != sizeof words)
         throw Error(ErrorKind::system, "rank 0 runs another version of ark_torch: its dispatch has " +
                                            std::to_string(found->size()) + " bytes, this rank's " +
@@ -102,6 +114,7 @@ CudaDispatch agree_on_dispatch(KeyValueStore& store, int rank, int size, const s
       mine.peer_access = static_cast<PeerAccess>(words[kFields] & kPeerAccess);
       mine.any_order = (words[kFields] & kAnyOrder) != 0;
       mine.nccl_leaves_p2p = (words[kFields] & kNcclLeavesP2p) != 0;
+      mine.to_measure = (words[kFields] & kToMeasure) != 0;
       return mine;
     }
     check();

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -71,8 +72,11 @@ struct CudaDispatch {
   PeerAccess peer_access = PeerAccess::tested;
   bool any_order = false;        // sums may be added in any order
   bool nccl_leaves_p2p = false;  // NCCL_P2P_DISABLE is set, so NCCL does not touch peers' memory either
+  bool to_measure = false;       // the ranks measure another dispatch before they use the group
 
   static CudaDispatch measured(int ranks);
+  // The measured one with other values in the named fields. Throws Error(invalid_argument) for an unknown name.
+  static CudaDispatch measured(int ranks, const std::map<std::string, uint64_t>& numbers);
   // Adapts the table to host memory: only algorithms that need at most 16 bytes of it at once and no peers' memory.
   // `by_nccl`: NCCL carries what it does faster, unless a table says otherwise; sums only with equal bits.
   CudaDispatch through_host(int ranks, bool by_nccl) const;
@@ -138,6 +142,8 @@ struct DispatchLimits {
   bool fast = false;      // sums may be added in any order
   PeerAccess peer_access = PeerAccess::tested;
   bool nccl_leaves_p2p = false;
+  bool to_measure = false;
+  const char* key = "dispatch";  // of the store; another one for each agreement of a group
 };
 
 // Collective: returns rank 0's choice, within its limits, on every rank. `check` is called between waits and throws

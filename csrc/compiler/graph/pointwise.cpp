@@ -1,7 +1,8 @@
 // The table of pointwise operators. Each computes PyTorch's function of the same name. It computes in float32 if the
 // result or an operand (other than the condition of `where`) is floating, else in int64, and rounds to the result's
 // type. floor_divide and remainder round towards minus infinity (remainder has the divisor's sign), `round` rounds
-// halves to even, maximum and minimum propagate NaN, a cast from floating to integer truncates, a cast to bool is != 0.
+// halves to even, maximum and minimum propagate NaN, a cast from floating to integer truncates, a cast to bool is != 0,
+// round_e4m3 rounds to a number of float8_e4m3fn (NaN beyond 464).
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -33,6 +34,7 @@ const std::vector<PointwiseOp>& pointwise_ops() {
       {"logical_and", 2, true},  {"logical_or", 2, true},   {"logical_xor", 2, true},
       {"bitwise_and", 2, false}, {"bitwise_or", 2, false},  {"bitwise_xor", 2, false},
       {"where", 3, false},       {"cast", 1, false},        {"copy", 1, false},
+      {"round_e4m3", 1, false},
   };
   return ops;
 }

@@ -8,7 +8,6 @@
 #include <algorithm>
 
 #include "collectives/cuda/cuda_communicator.hpp"
-#include "collectives/cuda/cuda_dispatch.hpp"
 #include "jit/settings.hpp"
 #include "process_group/cuda/cuda_group.hpp"
 #include "process_group/process_group_ark.hpp"
@@ -18,11 +17,6 @@ namespace ark {
 namespace {
 constexpr char kCudaFailure[] = "failure";
 constexpr char kAsAsked[] = "as ARK_DISABLE_P2P asks";
-
-PeerAccess peer_access_of(const ProcessGroupArk::Options& options) {
-  if (!options.disable_p2p) return PeerAccess::tested;
-  return *options.disable_p2p ? PeerAccess::avoided : PeerAccess::trusted;
-}
 
 }  // namespace
 
@@ -111,10 +105,7 @@ std::shared_ptr<CudaGroup> ProcessGroupArk::join_on(const char* operation, c10::
         }
         raise_peers_cuda_failure(*store, rank);
       };
-      options.dispatch = agree_on_dispatch(*store, rank_, size_, options_->cuda_dispatch,
-                                           {static_cast<uint64_t>(options_->buffer_mb) << 20, options_->fast_reduction,
-                                            peer_access_of(*options_), options_->nccl_leaves_p2p},
-                                           options.check);
+      options.dispatch = find_dispatch(*store, device, options.check);
       options.note = [core = core_.get()](const Error& error) { core->device_gives_up(error); };
       options.log = [core = core_.get()](const Error& error) { core->device_gave_up(error); };
       auto communicator = CudaCommunicator::create(rank_, size_, store, core_->shm->health(), options, why);

@@ -52,6 +52,15 @@ ARK_LOOP Floats abs(Floats x) {
 ARK_LOOP Floats copysign(Floats x, Floats y) {
   return ::copysignf(x, y);
 }
+// To the nearest float8_e4m3fn, halves to even, as PyTorch's conversion: what exceeds 464 becomes NaN.
+ARK_LOOP Floats round_e4m3(Floats x) {
+  const float magnitude = ::fabsf(x);
+  const unsigned bits = __float_as_uint(magnitude);
+  const float normal = __uint_as_float((bits + 0x7ffffu + (bits >> 20 & 1u)) & 0xfff00000u);
+  const float magic = 0x1.8p14f;  // adding it leaves a multiple of the least subnormal number, 2^-9
+  const float subnormal = __fsub_rn(__fadd_rn(magnitude, magic), magic);
+  return ::copysignf(magnitude <= 464.0f ? (magnitude < 0x1p-6f ? subnormal : normal) : kNan, x);
+}
 ARK_LOOP Floats pow(Floats x, Floats y) {
   return ::powf(x, y);
 }

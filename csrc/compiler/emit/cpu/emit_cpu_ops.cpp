@@ -31,12 +31,12 @@ const std::map<std::string, RowOp>& row_ops() {
   static const std::map<std::string, RowOp> ops = [] {
     std::map<std::string, RowOp> all;
     for (const char* name :
-         {"add",   "sub",   "mul",     "div",         "neg",        "abs",         "maximum",    "minimum",
-          "relu",  "silu",  "sigmoid", "sign",        "square",     "reciprocal",  "exp",        "exp2",
-          "expm1", "log",   "log2",    "log10",       "log1p",      "sqrt",        "rsqrt",      "sin",
-          "cos",   "tan",   "asin",    "acos",        "atan",       "atan2",       "sinh",       "cosh",
-          "asinh", "acosh", "atanh",   "tanh",        "erf",        "erfc",        "floor",      "ceil",
-          "trunc", "round", "pow",     "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not"})
+         {"add",   "sub",   "mul",     "div",         "neg",        "abs",         "maximum",     "minimum",
+          "relu",  "silu",  "sigmoid", "sign",        "square",     "reciprocal",  "exp",         "exp2",
+          "expm1", "log",   "log2",    "log10",       "log1p",      "sqrt",        "rsqrt",       "sin",
+          "cos",   "tan",   "asin",    "acos",        "atan",       "atan2",       "sinh",        "cosh",
+          "asinh", "acosh", "atanh",   "tanh",        "erf",        "erfc",        "floor",       "ceil",
+          "trunc", "round", "pow",     "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "round_e4m3"})
       all[name] = {name, Rule::same};
     for (const char* name : {"floor_divide", "remainder", "fmod"}) all[name] = {name, Rule::whole};
     for (const char* name : {"eq", "ne", "lt", "le", "gt", "ge"}) all[name] = {name, Rule::compare};

@@ -43,6 +43,28 @@ TEST(CudaDispatch, AllTakeRankZeros) {
       EXPECT_EQ(dispatch.*field.value, numbered(100).*field.value) << field.name;
 }
 
+TEST(CudaDispatch, MeasuredNumbersReplaceTheBuiltInOnes) {
+  const CudaDispatch made = CudaDispatch::measured(2, {{"one_shot_to", 7}, {"bulk_from", CudaDispatch::kNever}});
+  EXPECT_EQ(made.one_shot_to, 7u);
+  EXPECT_EQ(made.copy_engine_from, CudaDispatch::measured(2).copy_engine_from);
+  EXPECT_THROW(CudaDispatch::measured(2, {{"one_shot", 7}}), Error);
+}
+
+// Rank 0 says that the ranks measure; afterwards they agree once more, under another key.
+TEST(CudaDispatch, AllLearnThatTheyMeasure) {
+  const test::TemporaryDirectory folder;
+  test::DirectoryStore store(folder.path());
+  DispatchLimits limits{kAmple};
+  limits.to_measure = true;
+  EXPECT_TRUE(agree_on_dispatch(store, 0, 2, {}, limits, [] {}).to_measure);
+  EXPECT_TRUE(agree_on_dispatch(store, 1, 2, {}, {kAmple}, [] {}).to_measure);
+  limits.to_measure = false, limits.key = "dispatch/measured";
+  agree_on_dispatch(store, 0, 2, {{2, numbered(1000)}}, limits, [] {});
+  const CudaDispatch told = agree_on_dispatch(store, 1, 2, {}, limits, [] {});
+  EXPECT_FALSE(told.to_measure);
+  EXPECT_EQ(told.one_shot_to, numbered(1000).one_shot_to);
+}
+
 TEST(CudaDispatch, BufferIsLimitedByRankZeroToo) {
   const test::TemporaryDirectory folder;
   test::DirectoryStore store(folder.path());

@@ -69,6 +69,28 @@ TEST(CpuMathTest, AgainstDouble) {
       "round", 0, [](Floats x) { return round(x); }, [](double x) { return std::nearbyint(x); });
 }
 
+// Every number of float8_e4m3fn is kept; between two neighbors the nearer one is taken, and the even one of a tie.
+TEST(CpuMathTest, RoundsToFloat8) {
+  const auto number = [](int code) {
+    const int exponent = code >> 3, mantissa = code & 7;
+    return static_cast<float>(exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10));
+  };
+  const auto rounded = [](float x) { return round_e4m3(splat(x))[0]; };
+  for (int code = 0; code < 0x7e; ++code) {
+    const float below = number(code), above = number(code + 1), middle = (below + above) / 2;
+    for (const float sign : {1.0f, -1.0f}) {
+      EXPECT_EQ(rounded(sign * below), sign * below) << code;
+      EXPECT_EQ(rounded(sign * middle), sign * (code % 2 == 0 ? below : above)) << code;
+      EXPECT_EQ(rounded(sign * std::nextafter(middle, 0.0f)), sign * below) << code;
+      EXPECT_EQ(rounded(sign * std::nextafter(middle, 500.0f)), sign * above) << code;
+    }
+  }
+  EXPECT_TRUE(std::signbit(rounded(-0.0f)) && std::signbit(rounded(-0x1p-30f)));
+  EXPECT_EQ(rounded(464.0f), 448.0f);
+  for (const float beyond : {std::nextafter(464.0f, 500.0f), 480.0f, kInfinity, -kInfinity, kNan})
+    EXPECT_TRUE(std::isnan(rounded(beyond))) << beyond;
+}
+
 TEST(CpuMathTest, SameBitsInWhateverLane) {
   for (float one : {0.1f, -3.7f, 80.0f, 1e-30f, 12345.6f}) {
     Floats x{};

@@ -88,6 +88,10 @@ inline double apply(const std::string& op, const std::vector<double>& x, bool in
   if (op == "ceil") return std::ceil(x[0]);
   if (op == "round") return std::nearbyint(x[0]);
   if (op == "trunc") return std::trunc(x[0]);
+  if (op == "round_e4m3") {
+    const double quantum = std::max(std::exp2(std::floor(std::log2(std::fabs(x[0]))) - 3), 0x1p-9);
+    return std::fabs(x[0]) <= 464 ? std::nearbyint(x[0] / quantum) * quantum : std::nan("");
+  }
   if (op == "sign") return x[0] > 0 ? 1 : x[0] < 0 ? -1 : x[0];
   if (op == "logical_not") return truth(x[0] == 0);
   if (op == "bitwise_not") return static_cast<double>(~whole(0));
