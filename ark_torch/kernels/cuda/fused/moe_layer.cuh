@@ -16,9 +16,9 @@ namespace ark::device {
 // Tiles are tasks (moe_tasks.cuh) that blocks take one by one from a counter, so that none waits while others work.
 // While a tile's rows have not arrived, the first warp already loads its columns of the matrix.
 //
-// Memory order. Whoever stores rows adds to a sum with release at system scope, after a warp barrier or after the copy
-// engine has written. Whoever reads waits for the sum with acquire, and a proxy fence precedes the copy engine's reads.
-// Reuse: tiles.cuh. The first product's result and the sums belong to this rank until all its blocks have ended.
+// Memory order. Whoever stores rows adds to a sum with release at system scope, after a warp barrier. Whoever reads
+// waits for the sum with acquire, and a proxy fence precedes the copy engine's reads. Reuse: tiles.cuh. The first
+// product's result and the sums belong to this rank until all its blocks have ended.
 //
 // No deadlock. All blocks are resident (a cooperative launch). Sending waits for announcements and counts only. A task
 // waits for rows and for tasks with lower numbers; the lowest unfinished one is always in work, since a block works off
@@ -44,8 +44,9 @@ struct MoeLayer {
     MoeTask queue[kQueue];
     uint32 published;     // tasks in the queue so far
     uint32 laid[kWarps];  // tiles that each warp has written to its buffer
-    uint32 left;          // tiles that the engine has read from there
+    uint32 left;          // tiles that have been read from there
     uint32 lost;          // 1: give up
+    uint32 added;         // parts of the block's tokens that warps have taken to add
     MoeTables tables;
   };
 
@@ -161,7 +162,8 @@ struct MoeLayer {
     publish(task, n);
   }
 
-  // The work of one warp: has the engine store what the groups have written to shared memory, and counts it.
+  // The work of one warp: stores what the groups have written to shared memory, and counts it. Plain stores: the copy
+  // engine works in order, so its stores would wait for all loads ahead of them, and tiles for its stores.
   __device__ __forceinline__ void store() {
     for (uint32 n = 0;; ++n) {
       const MoeTask task = task_at(n);
@@ -170,39 +172,51 @@ struct MoeLayer {
         while (hear_block(shared.laid[lane()]) <= n) __nanosleep(40);
       __syncwarp();
       const bool lost = hear_block(shared.lost) != 0;
-      if (!lost) store_rows(task);
-      bulk_commit();
-      bulk_wait_read<0>();
+      if (!lost) {
+        if (task.kind == MoeTask::first)
+          store_rows<true>(task);
+        else
+          store_rows<false>(task);
+      }
       __syncwarp();
       if (lane() == 0) tell_block(shared.left, n + 1);
-      bulk_wait_written<0>();
-      asm volatile("fence.proxy.async.global;" ::: "memory");
-      __syncwarp();
       if (lost) continue;
       if (task.kind == MoeTask::first) {
-        if (lane() == 0) TileExchange::add(&own()->group_tiles[task.group]);
+        if (lane() == 0) TileExchange::add_here(&own()->group_tiles[task.group]);
       } else {
+        TileExchange::order_stores();
         ARK_ROLLED for (uint32 row = lane(); row < task.rows; row += 32) {
           uint32 source;
           const uint32 slot = rows.slot_of(task.expert, task.down + row, source);
-          TileExchange::add(&p.links.control[source]->slot_tiles[slot]);
+          TileExchange::add_ordered(&p.links.control[source]->slot_tiles[slot]);
         }
       }
     }
   }
 
+  template <bool kFirst>
   __device__ __forceinline__ void store_rows(const MoeTask& task) const {
-    const bool is_first = task.kind == MoeTask::first;
-    const uint32 columns = is_first ? p.ffn : p.dim;
-    const uint32 bytes = min(static_cast<uint32>(is_first ? kOut : kColumns), columns - task.column) * 2;
-    ARK_ROLLED for (uint32 row = lane(); row < task.rows; row += 32) {
-      char* to = p.hidden + uint64{task.row + row} * columns * 2;
-      if (!is_first) {
-        uint32 source;
-        const uint32 slot = rows.slot_of(task.expert, task.down + row, source);
-        to = rows.tables.places[source] + p.slots + uint64{slot} * p.row_bytes();
+    constexpr uint32 kUnits = (kFirst ? kOut : kColumns) / 8, kAhead = 4;  // 16 bytes each
+    const uint32 columns = kFirst ? p.ffn : p.dim, units = min(kUnits, (columns - task.column) / 8);
+    ARK_ROLLED for (uint32 base = lane(); base < task.rows * kUnits; base += 32 * kAhead) {
+      Line16 lines[kAhead];
+      ARK_UNROLL for (uint32 a = 0; a < kAhead; ++a) {
+        const uint32 row = (base + a * 32) / kUnits, unit = (base + a * 32) % kUnits;
+        if (row < task.rows) lines[a] = laid_line(laid_at(row / 16) + row % 16 * kShape.pitch() + unit * 16);
       }
-      engine_store(to + task.column * 2, laid_at(row / 16) + row % 16 * kShape.pitch(), bytes);
+      ARK_UNROLL for (uint32 a = 0; a < kAhead; ++a) {
+        const uint32 row = (base + a * 32) / kUnits, unit = (base + a * 32) % kUnits;
+        if (row >= task.rows || unit >= units) continue;
+        char* to;
+        if constexpr (kFirst) {
+          to = p.hidden + uint64{task.row + row} * columns * 2;
+        } else {
+          uint32 source;
+          const uint32 slot = rows.slot_of(task.expert, task.down + row, source);
+          to = rows.tables.places[source] + p.slots + uint64{slot} * p.row_bytes();
+        }
+        store_line(to + task.column * 2 + unit * 16, lines[a]);
+      }
     }
   }
 
@@ -219,7 +233,6 @@ struct MoeLayer {
         word = Format::encode(&sums[j][2 * h]);
       asm volatile("st.shared.u32 [%0], %1;" ::"r"(to + 8 * h * kShape.pitch() + j * 16), "r"(word) : "memory");
     }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
 
   // The work of a warp group.
@@ -282,7 +295,7 @@ __device__ __forceinline__ void moe_layer(const MoeLayerParams& p) {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   if (threadIdx.x < Kernel::kWarps) shared.laid[threadIdx.x] = 0;
-  if (threadIdx.x == 0) shared.published = shared.left = shared.lost = 0;
+  if (threadIdx.x == 0) shared.published = shared.left = shared.lost = shared.added = 0;
   typename Kernel::Rows rows{p, exchange, shared.tables};
   const uint32 offset = (shared_address(memory) + 1023) / 1024 * 1024 - shared_address(memory);
   const bool well = rows.prepare(*reinterpret_cast<MoeScratch*>(memory + offset));
@@ -298,11 +311,11 @@ __device__ __forceinline__ void moe_layer(const MoeLayerParams& p) {
       kernel.bring();
     else if (warp == 1)
       kernel.store();
-    else
-      rows.add_rows(warp - 2);
+    rows.add_rows(shared.added);
   } else {
     if constexpr (kMoves) take_registers<216>();
     kernel.multiply_tiles(group - 1);
+    rows.add_rows(shared.added);
   }
   // Another object, so that none of its registers is kept while tiles are multiplied.
   TileExchange end(p.links, 0, false);
