@@ -14,7 +14,7 @@
 namespace ark::device {
 
 // Tiles are tasks (moe_tasks.cuh) that blocks take one by one from a counter, so that none waits while others work.
-// While a tile's rows have not arrived, the first warp already loads its columns of the matrix.
+// While a tile's rows have not arrived, its columns of the matrix are already loaded.
 //
 // Memory order. Whoever stores rows adds to a sum with release at system scope, after a warp barrier. Whoever reads
 // waits for the sum with acquire, and a proxy fence precedes the copy engine's reads. Reuse: tiles.cuh. The first
@@ -34,8 +34,9 @@ struct MoeLayer {
   static constexpr int kStages = kShape.stages(), kWarps = kShape.warps(), kOver = kColumns / 8;
   static constexpr int kOut = Product::kOut;  // columns of the first product's tile
   static constexpr uint32 kBox = Product::kBox, kQueue = 32, kAll = ~0u;
-  // The first warp is at most kStages loads, so as many tasks, ahead of the groups, and these one task ahead of stores.
-  static_assert(kStages + 4 <= static_cast<int>(kQueue));
+  // Tasks are taken one ahead of loads, which are at most kStages, so as many tasks, ahead of the groups, and these one
+  // task ahead of stores.
+  static_assert(kStages + 5 <= static_cast<int>(kQueue));
   using Rows = MoeLayerRows<Format, kRows, kShape.threads()>;
   using Element = typename MatmulElement<Format>::Type;
 
@@ -43,6 +44,8 @@ struct MoeLayer {
     uint64 full[kStages], empty[kStages];
     MoeTask queue[kQueue];
     uint32 published;     // tasks in the queue so far
+    uint32 ready;         // tasks whose rows are there
+    uint32 begun;         // tasks that are being loaded, or have been
     uint32 laid[kWarps];  // tiles that each warp has written to its buffer
     uint32 left;          // tiles that have been read from there
     uint32 lost;          // 1: give up
@@ -78,28 +81,25 @@ struct MoeLayer {
     __syncwarp();
   }
 
-  // Whether the rows that a task reads are there, and waiting for it; false: give up.
-  template <bool kWaits>
-  __device__ __forceinline__ bool are_there(const MoeTask& task) {
+  // Waits for the rows that a task reads; false: give up.
+  __device__ __forceinline__ bool await_rows(const MoeTask& task) {
     bool well = true;
     if (task.kind == MoeTask::first) {
       const uint32 expert = static_cast<uint32>(p.links.rank) * p.local + task.expert;
       const uint32 wanted = rows.pieces_from(task, rows.tables.starts[expert + 1] - rows.tables.starts[expert]);
-      const uint32* const sum = &own()->group_rows[lane() % kMaxRanks][task.group];
       if (wanted != 0)
-        well = kWaits ? exchange.await_sum(sum, wanted, static_cast<int>(lane())) : exchange.has_sum(sum, wanted);
-    } else {
-      const uint32* const sum = &own()->group_tiles[task.group];
-      if (lane() == 0)
-        well = kWaits ? exchange.await_sum(sum, p.tiles[0], p.links.rank) : exchange.has_sum(sum, p.tiles[0]);
+        well = exchange.await_sum(&own()->group_rows[lane()][task.group], wanted, static_cast<int>(lane()));
+    } else if (lane() == 0) {
+      well = exchange.await_sum(&own()->group_tiles[task.group], p.tiles[0], p.links.rank);
     }
     return __all_sync(kAll, well) != 0;
   }
 
-  // The work of one warp: takes tasks, and loads what the groups multiply, in their order.
-  __device__ __forceinline__ void bring() {
-    const MoeTaskShape order{rows.tables.starts + static_cast<uint32>(p.links.rank) * p.local,
-                             rows.tables.starts[static_cast<uint32>(p.links.rank) * p.local],
+  // The work of one warp: takes tasks, and waits for what they read.
+  __device__ __forceinline__ void take_tasks() {
+    const uint32 first = static_cast<uint32>(p.links.rank) * p.local;
+    const MoeTaskShape order{rows.tables.starts + first,
+                             rows.tables.starts[first],
                              p.local,
                              {p.tiles[0], p.tiles[1]},
                              {static_cast<uint32>(kOut), static_cast<uint32>(kColumns)},
@@ -107,13 +107,31 @@ struct MoeLayer {
     MoeTasks<static_cast<uint32>(kRows)> tasks(order);
     MoeTask task;
     uint32 number = blockIdx.x, n = 0;
+    for (bool well = true; well && tasks.find(number, task);) {
+      publish(task, n);
+      uint32 taken = 0;
+      if (lane() == 0) taken = atomicAdd(&own()->tasks, 1u);
+      well = await_rows(task);
+      asm volatile("fence.proxy.async.global;" ::: "memory");
+      if (!well && lane() == 0) tell_block(shared.lost, 1);
+      __syncwarp();
+      ++n;
+      if (lane() == 0) tell_block(shared.ready, n);
+      number = gridDim.x + __shfl_sync(kAll, taken, 0);
+      while (hear_block(shared.begun) < n) __nanosleep(40);
+    }
+    task.kind = MoeTask::none;
+    publish(task, n);
+  }
+
+  // The work of one warp: loads what the groups multiply. While a task waits, it loads its columns.
+  __device__ __forceinline__ void bring() {
     uint32 stage = 0, parity = 1;  // of the next columns
     uint32 rows_stage = 0;         // of the next rows
-    bool well = true;
-    while (well && tasks.find(number, task)) {
-      publish(task, n++);
-      uint32 ahead = 0;
-      if (lane() == 0) ahead = atomicAdd(&own()->tasks, 1u);
+    for (uint32 n = 0;; ++n) {
+      const MoeTask task = task_at(n);
+      if (task.kind == MoeTask::none) return;
+      if (lane() == 0) tell_block(shared.begun, n + 1);
       const bool is_first = task.kind == MoeTask::first;
       const uint32 steps = steps_of(task.kind), boxes = (task.rows + kBox - 1) / kBox;
       const int line = static_cast<int>(task.expert * (is_first ? p.lines : p.dim) + task.column);
@@ -136,14 +154,11 @@ struct MoeLayer {
         if (++stage == kStages) stage = 0, parity ^= 1;
       };
       uint32 loaded = 0;
-      if (!are_there<false>(task)) {
+      if (hear_block(shared.ready) <= n) {
         const uint32 early = min(steps, static_cast<uint32>(kStages));
-        ARK_ROLLED for (; loaded < early; ++loaded) load_columns(loaded);
-        well = are_there<true>(task);
-        if (!well && lane() == 0) tell_block(shared.lost, 1);
-        __syncwarp();
+        ARK_ROLLED for (; loaded < early && hear_block(shared.ready) <= n; ++loaded) load_columns(loaded);
+        while (hear_block(shared.ready) <= n) __nanosleep(20);
       }
-      asm volatile("fence.proxy.async.global;" ::: "memory");
       const TensorMap& from = is_first ? p.rows : p.inner;
       ARK_ROLLED for (uint32 step = 0; step < steps; ++step) {
         if (step >= loaded) load_columns(step);
@@ -156,10 +171,7 @@ struct MoeLayer {
         __syncwarp();
         if (++rows_stage == kStages) rows_stage = 0;
       }
-      number = gridDim.x + __shfl_sync(kAll, ahead, 0);
     }
-    task.kind = MoeTask::none;
-    publish(task, n);
   }
 
   // The work of one warp: stores what the groups have written to shared memory, and counts it. Plain stores: the copy
@@ -295,7 +307,7 @@ __device__ __forceinline__ void moe_layer(const MoeLayerParams& p) {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   if (threadIdx.x < Kernel::kWarps) shared.laid[threadIdx.x] = 0;
-  if (threadIdx.x == 0) shared.published = shared.left = shared.lost = shared.added = 0;
+  if (threadIdx.x == 0) shared.published = shared.ready = shared.begun = shared.left = shared.lost = shared.added = 0;
   typename Kernel::Rows rows{p, exchange, shared.tables};
   const uint32 offset = (shared_address(memory) + 1023) / 1024 * 1024 - shared_address(memory);
   const bool well = rows.prepare(*reinterpret_cast<MoeScratch*>(memory + offset));
@@ -304,13 +316,16 @@ __device__ __forceinline__ void moe_layer(const MoeLayerParams& p) {
   __syncthreads();  // the ring takes the scratch memory's place
   Kernel kernel{p, exchange, shared, rows, shared_address(memory) + offset};
   const uint32 group = threadIdx.x / 128, warp = threadIdx.x / 32;
-  if (warp != 0) rows.send();
+  // The first and the third already load weights.
+  if (warp != 0 && warp != 2) rows.send(warp == 1 ? 0 : warp - 2, blockDim.x / 32 - 2);
   if (group == 0) {
     if constexpr (kMoves) give_registers<72>();
     if (warp == 0)
       kernel.bring();
     else if (warp == 1)
       kernel.store();
+    else if (warp == 2)
+      kernel.take_tasks();
     rows.add_rows(shared.added);
   } else {
     if constexpr (kMoves) take_registers<216>();

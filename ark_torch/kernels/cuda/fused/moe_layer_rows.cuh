@@ -182,10 +182,10 @@ struct MoeLayerRows {
     }
   }
 
-  // The work of all warps but the first: sends the rows of this block's tokens.
-  __device__ __forceinline__ void send() {
+  // The work of several warps, by number: sends the rows of this block's tokens.
+  __device__ __forceinline__ void send(uint32 sender, uint32 senders) {
     const uint32 pieces = pieces_of(p.units()), items = (end() - begin()) * pieces;
-    ARK_ROLLED for (uint32 item = warp() - 1; item < items; item += kWarps - 1) {
+    ARK_ROLLED for (uint32 item = sender; item < items; item += senders) {
       const uint32 token = begin() + item / pieces, piece = item % pieces;
       const uint32 first = piece * 32 * kMoeAhead + lane(), choice = token * p.k;
       const char* const from = static_cast<const char*>(p.x) + uint64{token} * p.row_bytes();
