@@ -98,7 +98,9 @@ std::optional<at::Tensor> moe_layer_fused(const MoeDispatch& call, ProcessGroupA
   params.narrow_ids = call.topk_ids.scalar_type() == at::kInt;
   const MoeBlocks blocks(row_bytes_of(x), call.max_rows, call.max_tokens, k);
   params.slots = blocks.rows;
-  const bool launched = moe_staged(group, "moe_layer", device, blocks, [&](const MoeStaged& on) {
+  bool launched = false;
+  moe_staged(group, "moe_layer", device, blocks, [&](const MoeStaged& on) {
+    if (on.communicator.on_host()) return;  // tiles and their sums need peers' memory
     params.links = on.links(0, layout_of(call, shape));
     params.rows = map_of(on.place.data, dim, call.max_rows, dim, 16);
     const jit::Kernel& kernel =
@@ -110,6 +112,7 @@ std::optional<at::Tensor> moe_layer_fused(const MoeDispatch& call, ProcessGroupA
         std::min<int64_t>(resident_blocks(kernel, static_cast<int>(threads), shared), on.communicator.most_blocks());
     jit::launch(kernel, {static_cast<unsigned>(grid)}, {threads}, shared, on.stream, params,
                 jit::LaunchMode::cooperative);
+    launched = true;
   });
   return launched ? std::optional(out) : std::nullopt;
 }

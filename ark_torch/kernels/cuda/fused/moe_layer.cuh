@@ -14,11 +14,11 @@
 namespace ark::device {
 
 // Tiles are tasks (moe_tasks.cuh) that blocks take one by one from a counter, so that none waits while others work.
-// While a tile's rows have not arrived, the first warp already loads its columns of the matrix.
+// While a tile's rows have not arrived, its columns of the matrix are already loaded.
 //
-// Memory order. Whoever stores rows adds to a sum with release at system scope, after a warp barrier or after the copy
-// engine has written. Whoever reads waits for the sum with acquire, and a proxy fence precedes the copy engine's reads.
-// Reuse: tiles.cuh. The first product's result and the sums belong to this rank until all its blocks have ended.
+// Memory order. Whoever stores rows adds to a sum with release at system scope, after a warp barrier. Whoever reads
+// waits for the sum with acquire, and a proxy fence precedes the copy engine's reads. Reuse: tiles.cuh. The first
+// product's result and the sums belong to this rank until all its blocks have ended.
 //
 // No deadlock. All blocks are resident (a cooperative launch). Sending waits for announcements and counts only. A task
 // waits for rows and for tasks with lower numbers; the lowest unfinished one is always in work, since a block works off
@@ -34,8 +34,9 @@ struct MoeLayer {
   static constexpr int kStages = kShape.stages(), kWarps = kShape.warps(), kOver = kColumns / 8;
   static constexpr int kOut = Product::kOut;  // columns of the first product's tile
   static constexpr uint32 kBox = Product::kBox, kQueue = 32, kAll = ~0u;
-  // The first warp is at most kStages loads, so as many tasks, ahead of the groups, and these one task ahead of stores.
-  static_assert(kStages + 4 <= static_cast<int>(kQueue));
+  // Tasks are taken one ahead of loads, which are at most kStages, so as many tasks, ahead of the groups, and these one
+  // task ahead of stores.
+  static_assert(kStages + 5 <= static_cast<int>(kQueue));
   using Rows = MoeLayerRows<Format, kRows, kShape.threads()>;
   using Element = typename MatmulElement<Format>::Type;
 
@@ -43,9 +44,12 @@ struct MoeLayer {
     uint64 full[kStages], empty[kStages];
     MoeTask queue[kQueue];
     uint32 published;     // tasks in the queue so far
+    uint32 ready;         // tasks whose rows are there
+    uint32 begun;         // tasks that are being loaded, or have been
     uint32 laid[kWarps];  // tiles that each warp has written to its buffer
-    uint32 left;          // tiles that the engine has read from there
+    uint32 left;          // tiles that have been read from there
     uint32 lost;          // 1: give up
+    uint32 added;         // parts of the block's tokens that warps have taken to add
     MoeTables tables;
   };
 
@@ -77,28 +81,25 @@ struct MoeLayer {
     __syncwarp();
   }
 
-  // Whether the rows that a task reads are there, and waiting for it; false: give up.
-  template <bool kWaits>
-  __device__ __forceinline__ bool are_there(const MoeTask& task) {
+  // Waits for the rows that a task reads; false: give up.
+  __device__ __forceinline__ bool await_rows(const MoeTask& task) {
     bool well = true;
     if (task.kind == MoeTask::first) {
       const uint32 expert = static_cast<uint32>(p.links.rank) * p.local + task.expert;
       const uint32 wanted = rows.pieces_from(task, rows.tables.starts[expert + 1] - rows.tables.starts[expert]);
-      const uint32* const sum = &own()->group_rows[lane() % kMaxRanks][task.group];
       if (wanted != 0)
-        well = kWaits ? exchange.await_sum(sum, wanted, static_cast<int>(lane())) : exchange.has_sum(sum, wanted);
-    } else {
-      const uint32* const sum = &own()->group_tiles[task.group];
-      if (lane() == 0)
-        well = kWaits ? exchange.await_sum(sum, p.tiles[0], p.links.rank) : exchange.has_sum(sum, p.tiles[0]);
+        well = exchange.await_sum(&own()->group_rows[lane()][task.group], wanted, static_cast<int>(lane()));
+    } else if (lane() == 0) {
+      well = exchange.await_sum(&own()->group_tiles[task.group], p.tiles[0], p.links.rank);
     }
     return __all_sync(kAll, well) != 0;
   }
 
-  // The work of one warp: takes tasks, and loads what the groups multiply, in their order.
-  __device__ __forceinline__ void bring() {
-    const MoeTaskShape order{rows.tables.starts + static_cast<uint32>(p.links.rank) * p.local,
-                             rows.tables.starts[static_cast<uint32>(p.links.rank) * p.local],
+  // The work of one warp: takes tasks, and waits for what they read.
+  __device__ __forceinline__ void take_tasks() {
+    const uint32 first = static_cast<uint32>(p.links.rank) * p.local;
+    const MoeTaskShape order{rows.tables.starts + first,
+                             rows.tables.starts[first],
                              p.local,
                              {p.tiles[0], p.tiles[1]},
                              {static_cast<uint32>(kOut), static_cast<uint32>(kColumns)},
@@ -106,13 +107,31 @@ struct MoeLayer {
     MoeTasks<static_cast<uint32>(kRows)> tasks(order);
     MoeTask task;
     uint32 number = blockIdx.x, n = 0;
+    for (bool well = true; well && tasks.find(number, task);) {
+      publish(task, n);
+      uint32 taken = 0;
+      if (lane() == 0) taken = atomicAdd(&own()->tasks, 1u);
+      well = await_rows(task);
+      asm volatile("fence.proxy.async.global;" ::: "memory");
+      if (!well && lane() == 0) tell_block(shared.lost, 1);
+      __syncwarp();
+      ++n;
+      if (lane() == 0) tell_block(shared.ready, n);
+      number = gridDim.x + __shfl_sync(kAll, taken, 0);
+      while (hear_block(shared.begun) < n) __nanosleep(40);
+    }
+    task.kind = MoeTask::none;
+    publish(task, n);
+  }
+
+  // The work of one warp: loads what the groups multiply. While a task waits, it loads its columns.
+  __device__ __forceinline__ void bring() {
     uint32 stage = 0, parity = 1;  // of the next columns
     uint32 rows_stage = 0;         // of the next rows
-    bool well = true;
-    while (well && tasks.find(number, task)) {
-      publish(task, n++);
-      uint32 ahead = 0;
-      if (lane() == 0) ahead = atomicAdd(&own()->tasks, 1u);
+    for (uint32 n = 0;; ++n) {
+      const MoeTask task = task_at(n);
+      if (task.kind == MoeTask::none) return;
+      if (lane() == 0) tell_block(shared.begun, n + 1);
       const bool is_first = task.kind == MoeTask::first;
       const uint32 steps = steps_of(task.kind), boxes = (task.rows + kBox - 1) / kBox;
       const int line = static_cast<int>(task.expert * (is_first ? p.lines : p.dim) + task.column);
@@ -135,14 +154,11 @@ struct MoeLayer {
         if (++stage == kStages) stage = 0, parity ^= 1;
       };
       uint32 loaded = 0;
-      if (!are_there<false>(task)) {
+      if (hear_block(shared.ready) <= n) {
         const uint32 early = min(steps, static_cast<uint32>(kStages));
-        ARK_ROLLED for (; loaded < early; ++loaded) load_columns(loaded);
-        well = are_there<true>(task);
-        if (!well && lane() == 0) tell_block(shared.lost, 1);
-        __syncwarp();
+        ARK_ROLLED for (; loaded < early && hear_block(shared.ready) <= n; ++loaded) load_columns(loaded);
+        while (hear_block(shared.ready) <= n) __nanosleep(20);
       }
-      asm volatile("fence.proxy.async.global;" ::: "memory");
       const TensorMap& from = is_first ? p.rows : p.inner;
       ARK_ROLLED for (uint32 step = 0; step < steps; ++step) {
         if (step >= loaded) load_columns(step);
@@ -155,13 +171,11 @@ struct MoeLayer {
         __syncwarp();
         if (++rows_stage == kStages) rows_stage = 0;
       }
-      number = gridDim.x + __shfl_sync(kAll, ahead, 0);
     }
-    task.kind = MoeTask::none;
-    publish(task, n);
   }
 
-  // The work of one warp: has the engine store what the groups have written to shared memory, and counts it.
+  // The work of one warp: stores what the groups have written to shared memory, and counts it. Plain stores: the copy
+  // engine works in order, so its stores would wait for all loads ahead of them, and tiles for its stores.
   __device__ __forceinline__ void store() {
     for (uint32 n = 0;; ++n) {
       const MoeTask task = task_at(n);
@@ -170,39 +184,51 @@ struct MoeLayer {
         while (hear_block(shared.laid[lane()]) <= n) __nanosleep(40);
       __syncwarp();
       const bool lost = hear_block(shared.lost) != 0;
-      if (!lost) store_rows(task);
-      bulk_commit();
-      bulk_wait_read<0>();
+      if (!lost) {
+        if (task.kind == MoeTask::first)
+          store_rows<true>(task);
+        else
+          store_rows<false>(task);
+      }
       __syncwarp();
       if (lane() == 0) tell_block(shared.left, n + 1);
-      bulk_wait_written<0>();
-      asm volatile("fence.proxy.async.global;" ::: "memory");
-      __syncwarp();
       if (lost) continue;
       if (task.kind == MoeTask::first) {
-        if (lane() == 0) TileExchange::add(&own()->group_tiles[task.group]);
+        if (lane() == 0) TileExchange::add_here(&own()->group_tiles[task.group]);
       } else {
+        TileExchange::order_stores();
         ARK_ROLLED for (uint32 row = lane(); row < task.rows; row += 32) {
           uint32 source;
           const uint32 slot = rows.slot_of(task.expert, task.down + row, source);
-          TileExchange::add(&p.links.control[source]->slot_tiles[slot]);
+          TileExchange::add_ordered(&p.links.control[source]->slot_tiles[slot]);
         }
       }
     }
   }
 
+  template <bool kFirst>
   __device__ __forceinline__ void store_rows(const MoeTask& task) const {
-    const bool is_first = task.kind == MoeTask::first;
-    const uint32 columns = is_first ? p.ffn : p.dim;
-    const uint32 bytes = min(static_cast<uint32>(is_first ? kOut : kColumns), columns - task.column) * 2;
-    ARK_ROLLED for (uint32 row = lane(); row < task.rows; row += 32) {
-      char* to = p.hidden + uint64{task.row + row} * columns * 2;
-      if (!is_first) {
-        uint32 source;
-        const uint32 slot = rows.slot_of(task.expert, task.down + row, source);
-        to = rows.tables.places[source] + p.slots + uint64{slot} * p.row_bytes();
+    constexpr uint32 kUnits = (kFirst ? kOut : kColumns) / 8, kAhead = 4;  // 16 bytes each
+    const uint32 columns = kFirst ? p.ffn : p.dim, units = min(kUnits, (columns - task.column) / 8);
+    ARK_ROLLED for (uint32 base = lane(); base < task.rows * kUnits; base += 32 * kAhead) {
+      Line16 lines[kAhead];
+      ARK_UNROLL for (uint32 a = 0; a < kAhead; ++a) {
+        const uint32 row = (base + a * 32) / kUnits, unit = (base + a * 32) % kUnits;
+        if (row < task.rows) lines[a] = laid_line(laid_at(row / 16) + row % 16 * kShape.pitch() + unit * 16);
       }
-      engine_store(to + task.column * 2, laid_at(row / 16) + row % 16 * kShape.pitch(), bytes);
+      ARK_UNROLL for (uint32 a = 0; a < kAhead; ++a) {
+        const uint32 row = (base + a * 32) / kUnits, unit = (base + a * 32) % kUnits;
+        if (row >= task.rows || unit >= units) continue;
+        char* to;
+        if constexpr (kFirst) {
+          to = p.hidden + uint64{task.row + row} * columns * 2;
+        } else {
+          uint32 source;
+          const uint32 slot = rows.slot_of(task.expert, task.down + row, source);
+          to = rows.tables.places[source] + p.slots + uint64{slot} * p.row_bytes();
+        }
+        store_line(to + task.column * 2 + unit * 16, lines[a]);
+      }
     }
   }
 
@@ -219,7 +245,6 @@ struct MoeLayer {
         word = Format::encode(&sums[j][2 * h]);
       asm volatile("st.shared.u32 [%0], %1;" ::"r"(to + 8 * h * kShape.pitch() + j * 16), "r"(word) : "memory");
     }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
 
   // The work of a warp group.
@@ -282,7 +307,7 @@ __device__ __forceinline__ void moe_layer(const MoeLayerParams& p) {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   if (threadIdx.x < Kernel::kWarps) shared.laid[threadIdx.x] = 0;
-  if (threadIdx.x == 0) shared.published = shared.left = shared.lost = 0;
+  if (threadIdx.x == 0) shared.published = shared.ready = shared.begun = shared.left = shared.lost = shared.added = 0;
   typename Kernel::Rows rows{p, exchange, shared.tables};
   const uint32 offset = (shared_address(memory) + 1023) / 1024 * 1024 - shared_address(memory);
   const bool well = rows.prepare(*reinterpret_cast<MoeScratch*>(memory + offset));
@@ -291,18 +316,21 @@ __device__ __forceinline__ void moe_layer(const MoeLayerParams& p) {
   __syncthreads();  // the ring takes the scratch memory's place
   Kernel kernel{p, exchange, shared, rows, shared_address(memory) + offset};
   const uint32 group = threadIdx.x / 128, warp = threadIdx.x / 32;
-  if (warp != 0) rows.send();
+  // The first and the third already load weights.
+  if (warp != 0 && warp != 2) rows.send(warp == 1 ? 0 : warp - 2, blockDim.x / 32 - 2);
   if (group == 0) {
     if constexpr (kMoves) give_registers<72>();
     if (warp == 0)
       kernel.bring();
     else if (warp == 1)
       kernel.store();
-    else
-      rows.add_rows(warp - 2);
+    else if (warp == 2)
+      kernel.take_tasks();
+    rows.add_rows(shared.added);
   } else {
     if constexpr (kMoves) take_registers<216>();
     kernel.multiply_tiles(group - 1);
+    rows.add_rows(shared.added);
   }
   // Another object, so that none of its registers is kept while tiles are multiplied.
   TileExchange end(p.links, 0, false);

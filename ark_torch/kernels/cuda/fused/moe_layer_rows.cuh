@@ -83,18 +83,14 @@ struct MoeLayerRows {
     uint32* const mine = scratch.counts + me() * p.experts;
     for (uint32 e = threadIdx.x; e < p.experts; e += kThreads) mine[e] = scratch.before[e] = 0;
     __syncthreads();
-    for (uint32 base = warp() * 32; base < choices; base += kThreads) {
-      const uint32 i = base + lane();
-      const long long id = i < choices ? id_at(i) : -1;
-      if (id < -1 || id >= static_cast<long long>(p.experts)) {
-        report_tile(p.links.report, TileReport::expert, static_cast<int>(i), static_cast<int>(p.k), id, p.experts);
-        asm volatile("trap;");
+    constexpr uint32 kAhead = 4;  // loads in flight
+    ARK_ROLLED for (uint32 base = warp() * 32; base < choices; base += kThreads * kAhead) {
+      long long ids[kAhead];
+      ARK_UNROLL for (uint32 a = 0; a < kAhead; ++a) {
+        const uint32 i = base + a * kThreads + lane();
+        ids[a] = i < choices ? id_at(i) : -1;
       }
-      const uint32 alike = __match_any_sync(~0u, static_cast<int>(id));
-      const uint32 early = __ballot_sync(~0u, i < first) & alike;
-      if (id < 0 || static_cast<int>(lane()) != __ffs(static_cast<int>(alike)) - 1) continue;
-      atomicAdd(&mine[id], __popc(alike));
-      if (early != 0) atomicAdd(&scratch.before[id], __popc(early));
+      ARK_UNROLL for (uint32 a = 0; a < kAhead; ++a) count(scratch, mine, base + a * kThreads + lane(), ids[a], first);
     }
     __syncthreads();
     if (blockIdx.x == 0) {
@@ -123,6 +119,22 @@ struct MoeLayerRows {
     if (warp() == 0) place(scratch);
     __syncthreads();
     return true;
+  }
+
+  // Called by a whole warp: counts a choice of each lane.
+  __device__ __forceinline__ void count(MoeScratch& scratch, uint32* mine, uint32 choice, long long id,
+                                        uint32 first) const {
+    if (id < -1 || id >= static_cast<long long>(p.experts)) {
+      report_tile(p.links.report, TileReport::expert, static_cast<int>(choice), static_cast<int>(p.k), id, p.experts);
+      asm volatile("trap;");
+    }
+    const uint32 alike = __match_any_sync(~0u, static_cast<int>(id));
+    const uint32 early = __ballot_sync(~0u, choice < first) & alike;
+    if (id >= 0 && static_cast<int>(lane()) == __ffs(static_cast<int>(alike)) - 1) {
+      atomicAdd(&mine[id], __popc(alike));
+      if (early != 0) atomicAdd(&scratch.before[id], __popc(early));
+    }
+    __syncwarp();
   }
 
   __device__ __forceinline__ void scan_counts(MoeScratch& scratch) {
@@ -170,10 +182,10 @@ struct MoeLayerRows {
     }
   }
 
-  // The work of all warps but the first: sends the rows of this block's tokens.
-  __device__ __forceinline__ void send() {
+  // The work of several warps, by number: sends the rows of this block's tokens.
+  __device__ __forceinline__ void send(uint32 sender, uint32 senders) {
     const uint32 pieces = pieces_of(p.units()), items = (end() - begin()) * pieces;
-    ARK_ROLLED for (uint32 item = warp() - 1; item < items; item += kWarps - 1) {
+    ARK_ROLLED for (uint32 item = sender; item < items; item += senders) {
       const uint32 token = begin() + item / pieces, piece = item % pieces;
       const uint32 first = piece * 32 * kMoeAhead + lane(), choice = token * p.k;
       const char* const from = static_cast<const char*>(p.x) + uint64{token} * p.row_bytes();
@@ -218,13 +230,18 @@ struct MoeLayerRows {
     return tables.first_slot[first + source] + row - tables.first_row[first + source];
   }
 
-  // The work of two warps, `half` 0 and 1: adds the rows of this block's tokens in the order of their choices.
-  __device__ __forceinline__ void add_rows(uint32 half) {
-    constexpr uint32 kPause = 100;
-    const uint32 choices = p.tokens * p.k;
+  // The work of warps that have no other: adds the rows of this block's tokens in the order of their choices. `taken`
+  // counts parts of tokens, in shared memory.
+  __device__ __forceinline__ void add_rows(uint32& taken) {
+    constexpr uint32 kPause = 100, kPart = 64;  // accesses: two for each thread
+    const uint32 choices = p.tokens * p.k, parts = (p.units() + kPart - 1) / kPart, items = (end() - begin()) * parts;
     const char* const slots = tables.places[me()] + p.slots;
-    ARK_ROLLED for (uint32 token = begin(); token < end(); ++token) {
-      const uint32 choice = token * p.k;
+    for (;;) {
+      uint32 item = 0;
+      if (lane() == 0) item = atomicAdd(&taken, 1u);
+      item = __shfl_sync(~0u, item, 0);
+      if (item >= items) return;
+      const uint32 token = begin() + item / parts, choice = token * p.k;
       bool well = true;
       for (uint32 j = lane(); well && j < p.k; j += 32) {
         const int slot = p.places[choices + choice + j];
@@ -233,34 +250,38 @@ struct MoeLayerRows {
         well = exchange.await_sum(&control(me())->slot_tiles[slot], p.tiles[1], owner, kPause);
       }
       if (__all_sync(~0u, well) == 0) return;
-      ARK_ROLLED for (uint32 unit = half * 32 + lane(); unit < p.units(); unit += 64)
-          add_unit(choice, choice + choices, slots, unit, static_cast<char*>(p.out) + uint64{token} * p.row_bytes());
+      add_part(choice, slots, item % parts * kPart + lane(), static_cast<char*>(p.out) + uint64{token} * p.row_bytes());
     }
   }
 
-  __device__ __forceinline__ void add_unit(uint32 choice, uint32 slot_choice, const char* slots, uint32 unit,
-                                           char* out) const {
-    constexpr uint32 kAhead = 4;
-    const uint64 column = uint64{unit} * Access::kBytes;
-    float total[Access::kValues];
-    ARK_UNROLL for (int v = 0; v < Access::kValues; ++v) total[v] = 0.0f;
+  // Adds accesses `unit` and `unit` + 32 of a token's row.
+  __device__ __forceinline__ void add_part(uint32 choice, const char* slots, uint32 unit, char* out) const {
+    constexpr uint32 kAhead = 2;
+    float total[2][Access::kValues];
+    ARK_UNROLL for (int u = 0; u < 2; ++u) ARK_UNROLL for (int v = 0; v < Access::kValues; ++v) total[u][v] = 0.0f;
     ARK_ROLLED for (uint32 base = 0; base < p.k; base += kAhead) {
-      typename Access::Raw raw[kAhead];
-      bool comes[kAhead];
+      typename Access::Raw raw[kAhead][2];
+      int slot[kAhead];
       ARK_UNROLL for (uint32 j = 0; j < kAhead; ++j) {
-        const int slot = base + j < p.k ? p.places[slot_choice + base + j] : -1;
-        comes[j] = slot >= 0;
-        if (comes[j]) raw[j] = Access::load_stored(slots + uint64{static_cast<uint32>(slot)} * p.row_bytes() + column);
+        slot[j] = base + j < p.k ? p.places[p.tokens * p.k + choice + base + j] : -1;
+        if (slot[j] < 0) continue;
+        const char* const from = slots + uint64{static_cast<uint32>(slot[j])} * p.row_bytes();
+        ARK_UNROLL for (uint32 u = 0; u < 2; ++u) if (unit + u * 32 < p.units()) raw[j][u] =
+            Access::load_stored(from + uint64{unit + u * 32} * Access::kBytes);
       }
       ARK_UNROLL for (uint32 j = 0; j < kAhead; ++j) {
-        if (!comes[j]) continue;
-        float values[Access::kValues];
-        Access::decode(raw[j], values);
+        if (slot[j] < 0) continue;
         const float weight = p.weights[choice + base + j];
-        ARK_UNROLL for (int v = 0; v < Access::kValues; ++v) total[v] = add(total[v], multiply(values[v], weight));
+        ARK_UNROLL for (int u = 0; u < 2; ++u) {
+          float values[Access::kValues];
+          Access::decode(raw[j][u], values);
+          ARK_UNROLL for (int v = 0; v < Access::kValues; ++v) total[u][v] =
+              add(total[u][v], multiply(values[v], weight));
+        }
       }
     }
-    Access::store(out + column, total);
+    ARK_UNROLL for (uint32 u = 0; u < 2; ++u) if (unit + u * 32 < p.units())
+        Access::store(out + uint64{unit + u * 32} * Access::kBytes, total[u]);
   }
 
   // The work of the last block: sums for the next launch.

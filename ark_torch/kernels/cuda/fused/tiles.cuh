@@ -189,8 +189,17 @@ class TileExchange {
   }
 
   // Adds to a sum in `peer`'s control words, after stores of this thread, or of others that it has seen.
-  static __device__ __forceinline__ void add(uint32* sum, uint32 more = 1) {
-    asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(sum), "r"(more) : "memory");
+  static __device__ __forceinline__ void add(uint32* sum) {
+    asm volatile("red.release.sys.global.add.u32 [%0], 1;" ::"l"(sum) : "memory");
+  }
+  // The same to one of this rank, for this rank.
+  static __device__ __forceinline__ void add_here(uint32* sum) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(sum) : "memory");
+  }
+  // The same to several: after order_stores(), which orders stores before all of them.
+  static __device__ __forceinline__ void order_stores() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+  static __device__ __forceinline__ void add_ordered(uint32* sum) {
+    asm volatile("red.relaxed.sys.global.add.u32 [%0], 1;" ::"l"(sum) : "memory");
   }
   // Whether a sum of this rank's control words is complete.
   static __device__ __forceinline__ bool has_sum(const uint32* sum, uint32 wanted) {
