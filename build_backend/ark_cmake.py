@@ -54,7 +54,12 @@ def defines() -> dict[str, str]:
 
 
 def prepare_environment() -> None:
-    """One compilation a core, or MAX_JOBS. The Ninja next to this Python is first: another version rebuilds all."""
+    """One compilation a core, or MAX_JOBS. The Ninja next to this Python is first: another version rebuilds all.
+
+    scikit-build-core would take the compiler that Python was built with, under another name for ccache.
+    """
+    if shutil.which("c++"):
+        os.environ.setdefault("CXX", "c++")
     jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
     os.environ.setdefault("CMAKE_BUILD_PARALLEL_LEVEL", jobs)
     os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
