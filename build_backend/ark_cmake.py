@@ -79,7 +79,7 @@ def build_in_place(quiet: bool = False) -> None:
         done = subprocess.run(["cmake", *command], stdout=subprocess.PIPE if quiet else None, text=True)
         if done.returncode:
             raise SystemExit((done.stdout or "")[-8000:] + f"cmake {command[0]}: exit code {done.returncode}")
-    for built in (BUILD / "ark_torch").iterdir():
-        copy = ROOT / "ark_torch" / f"{built.name}.new"
-        shutil.copy(built, copy)
+    for name in (f"_C{sysconfig.get_config_var('EXT_SUFFIX')}", "_build_info.py"):
+        copy = ROOT / "ark_torch" / f"{name}.new"
+        shutil.copy(BUILD / "ark_torch" / name, copy)
         copy.replace(copy.with_suffix(""))  # a process that has the old one loaded keeps it
