@@ -53,11 +53,14 @@ def defines() -> dict[str, str]:
     }
 
 
-def prepare_environment() -> None:
+def prepare() -> None:
     """One compilation a core, or MAX_JOBS. The Ninja next to this Python is first: another version rebuilds all.
 
     scikit-build-core would take the compiler that Python was built with, under another name for ccache.
     """
+    cache = BUILD / "CMakeCache.txt"
+    if cache.exists() and f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT}\n" not in cache.read_text():
+        shutil.rmtree(BUILD)  # a copy from another place, which CMake refuses
     if shutil.which("c++"):
         os.environ.setdefault("CXX", "c++")
     jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
@@ -67,7 +70,7 @@ def prepare_environment() -> None:
 
 def build_in_place(quiet: bool = False) -> None:
     """Puts ark_torch/_C.*.so and ark_torch/_build_info.py beside the sources."""
-    prepare_environment()
+    prepare()
     options = [f"-D{name}={value}" for name, value in defines().items()]
     if shutil.which("cmake") is None:
         raise SystemExit(
