@@ -103,7 +103,7 @@ def build_wheel(wheel_directory: str, config_settings: Settings = None, metadata
     """scikit-build-core's wheel; with ARK_AOT=1 the kernels in it too."""
     with_kernels = ark_aot.requested()
     settings = _settings(config_settings)
-    ark_cmake.prepare_environment()
+    ark_cmake.prepare()
     # It would start anew for each isolated environment.
     (ark_cmake.BUILD / ".skbuild-info.json").unlink(missing_ok=True)
     name = str(skbuild.build_wheel(wheel_directory, settings, metadata_directory))

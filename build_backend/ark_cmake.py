@@ -53,8 +53,16 @@ def defines() -> dict[str, str]:
     }
 
 
-def prepare_environment() -> None:
-    """One compilation a core, or MAX_JOBS. The Ninja next to this Python is first: another version rebuilds all."""
+def prepare() -> None:
+    """One compilation a core, or MAX_JOBS. The Ninja next to this Python is first: another version rebuilds all.
+
+    scikit-build-core would take the compiler that Python was built with, under another name for ccache.
+    """
+    cache = BUILD / "CMakeCache.txt"
+    if cache.exists() and f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT}\n" not in cache.read_text():
+        shutil.rmtree(BUILD)  # a copy from another place, which CMake refuses
+    if shutil.which("c++"):
+        os.environ.setdefault("CXX", "c++")
     jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
     os.environ.setdefault("CMAKE_BUILD_PARALLEL_LEVEL", jobs)
     os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
@@ -62,7 +70,7 @@ def prepare_environment() -> None:
 
 def build_in_place(quiet: bool = False) -> None:
     """Puts ark_torch/_C.*.so and ark_torch/_build_info.py beside the sources."""
-    prepare_environment()
+    prepare()
     options = [f"-D{name}={value}" for name, value in defines().items()]
     if shutil.which("cmake") is None:
         raise SystemExit(
@@ -74,7 +82,7 @@ def build_in_place(quiet: bool = False) -> None:
         done = subprocess.run(["cmake", *command], stdout=subprocess.PIPE if quiet else None, text=True)
         if done.returncode:
             raise SystemExit((done.stdout or "")[-8000:] + f"cmake {command[0]}: exit code {done.returncode}")
-    for built in (BUILD / "ark_torch").iterdir():
-        copy = ROOT / "ark_torch" / f"{built.name}.new"
-        shutil.copy(built, copy)
+    for name in (f"_C{sysconfig.get_config_var('EXT_SUFFIX')}", "_build_info.py"):
+        copy = ROOT / "ark_torch" / f"{name}.new"
+        shutil.copy(BUILD / "ark_torch" / name, copy)
         copy.replace(copy.with_suffix(""))  # a process that has the old one loaded keeps it
