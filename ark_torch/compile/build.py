@@ -23,7 +23,7 @@ from ark_torch.compile.assemble import Step, assemble, describe
 from ark_torch.compile.ir import Strided, Unsupported
 from ark_torch.compile.lowering import CPU, Lowering
 from ark_torch.compile.options import Options
-from ark_torch.compile.report import GraphReport, PieceReport, log, operators_of, title_of
+from ark_torch.compile.report import GraphReport, PieceReport, log, name_of, operators_of, title_of
 from ark_torch.errors import CompileError
 
 
@@ -149,7 +149,7 @@ class Builder:
             raise NotOneRegion(next(iter(self._failed.values())))
         if rest := next((piece for piece in self._pieces if not piece.ark), None):
             more = f" and {len(rest.nodes) - 1} more" if len(rest.nodes) > 1 else ""
-            raise NotOneRegion(f"Inductor would run {rest.nodes[0].target}{more}")
+            raise NotOneRegion(f"Inductor would run {name_of(rest.nodes[0])}{more}")
         if self.groups:
             raise NotOneRegion("it has collectives, whose groups another process does not have")
         while self.to_assemble():

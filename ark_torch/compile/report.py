@@ -41,7 +41,13 @@ class Fallback:
 
 
 def fallback_of(node: Node, reason: str) -> Fallback:
-    return Fallback(str(node.target), reason, analysis.module_of(node), *analysis.source_of(node))
+    return Fallback(name_of(node), reason, analysis.module_of(node), *analysis.source_of(node))
+
+
+def name_of(node: Node) -> str:
+    """The operator's name; AOTAutograd wraps others' operators that write their arguments (auto_functionalized)."""
+    wrapped = node.args[0] if node.args and "auto_functionalized" in str(node.target) else None
+    return str(wrapped if isinstance(wrapped, torch._ops.OpOverload) else node.target)
 
 
 # Who may run a graph or a piece of one.
@@ -206,7 +212,7 @@ def _classes(file: str) -> list[tuple[int, int, str]]:
 
 def operators_of(nodes: list[Node]) -> Counter[str]:
     """Counts by name, without namespace ("aten.") and overload (".default")."""
-    return Counter(_NAMESPACES.sub("", str(node.target)).partition(".")[0] for node in nodes)
+    return Counter(_NAMESPACES.sub("", name_of(node)).partition(".")[0] for node in nodes)
 
 
 _NAMESPACES = re.compile(r"^(aten|prims|_c10d_functional)\.")
