@@ -94,6 +94,7 @@ class GraphReport:
     fallbacks: list[Fallback] = field(default_factory=list)
     whole: str = ""  # why the whole graph went elsewhere
     whole_on: str = "Inductor"
+    forward: str = ""  # of a graph that trains: what its forward pass takes without gradients
     products: list[str] = field(default_factory=list)  # what became of collectives next to products
     weights: list[str] = field(default_factory=list)  # which products read quantized weights, and why others do not
     in_place: int = 0  # inputs that are updated in place
@@ -101,7 +102,7 @@ class GraphReport:
 
     def __str__(self) -> str:
         if self.whole:
-            told = [f"  {line}" for line in self.products]
+            told = [f"  {line}" for line in (self.forward, *self.products) if line]
             return "\n".join([f"the whole graph runs on {self.whole_on}: {self.whole}", *told])
         operators, pieces = counted(self.nodes, "operator"), counted(len(self.pieces), "piece")
         lines = [f"{operators} in {pieces}, {counted(self.in_place, 'input')} updated in place"]
