@@ -18,12 +18,12 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
 
 from ark_torch import env
-from ark_torch.compile import analysis, costs, inductor_fallback, regions, saved, workers
+from ark_torch.compile import analysis, costs, inductor_fallback, regions, saved, tinygemm, workers
 from ark_torch.compile.assemble import Step, assemble, describe
 from ark_torch.compile.ir import Strided, Unsupported
 from ark_torch.compile.lowering import CPU, Lowering
 from ark_torch.compile.options import Options
-from ark_torch.compile.report import GraphReport, PieceReport, log, operators_of, title_of
+from ark_torch.compile.report import GraphReport, PieceReport, log, name_of, operators_of, title_of
 from ark_torch.errors import CompileError
 
 
@@ -144,9 +144,11 @@ class Builder:
             raise NotOneRegion(next(iter(self._failed.values())))
         if rest := next((piece for piece in self._pieces if not piece.ark), None):
             more = f" and {len(rest.nodes) - 1} more" if len(rest.nodes) > 1 else ""
-            raise NotOneRegion(f"Inductor would run {rest.nodes[0].target}{more}")
+            raise NotOneRegion(f"Inductor would run {name_of(rest.nodes[0])}{more}")
         if self.groups:
             raise NotOneRegion("it has collectives, whose groups another process does not have")
+        if any(lowering.unpacks for lowering in self._lowered.values()):
+            raise NotOneRegion("a weight in an order of PyTorch's is unpacked by the first call")
         while self.to_assemble():
             self.assemble_next()
         program = describe(self._module, self._steps, self._views, self._outputs)
@@ -207,6 +209,8 @@ class Builder:
         if (launcher := self._launcher) is not None:
             told.reason = "all steps in one launch"
             run = functools.partial(launcher, region)
+        if lowering.unpacks:
+            run = tinygemm.around(run, [position for position, _ in lowering.unpacks.values()])
         return Step(run, lowering.inputs, lowering.outputs)
 
     def _otherwise(self, lowering: Lowering, number: int) -> inductor_fallback.Boxed | None:

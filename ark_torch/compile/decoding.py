@@ -57,6 +57,7 @@ class Decoded:
     scale: Leaf | None = None
     zero: Leaf | None = None
     zero_after: bool = False
+    unpacked: bool = False  # the source is packed, and a region gets it unpacked (tinygemm.py)
     block: int = 0  # columns side by side (Codes in csrc/compiler/graph/stage.hpp); 0: columns of bytes
 
     @property

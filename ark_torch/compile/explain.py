@@ -41,6 +41,7 @@ def explain(
     import torch
     from torch._dynamo.utils import counters
 
+    from ark_torch.compile import forward_alone
     from ark_torch.compile.backend import compile_graph
     from ark_torch.compile.unchanged import Unchanged, compiling_apart
 
@@ -57,10 +58,16 @@ def explain(
     unchanged = Unchanged([plain, args, kwargs])
 
     def backend(graph_module: Any, example_inputs: Any, **_: Any) -> Callable[..., Any]:
+        alone = None
+        if options.choose != "inductor" and forward_alone.trains(example_inputs):
+            alone = forward_alone.measuring(graph_module, example_inputs, options)  # first: Inductor changes the graph
         compiled = compile_graph(graph_module, example_inputs, options, report)
+        graph = report.graphs[-1]
 
         def run(*inputs: Any) -> Any:
             unchanged.save_written(graph_module, inputs)
+            if alone is not None and graph.whole and not graph.forward:
+                graph.forward = alone([x.clone() if isinstance(x, torch.Tensor) else x for x in inputs])
             return compiled(*inputs)
 
         return run

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Graph, Node
 
-from ark_torch.compile import analysis, scaled_products
+from ark_torch.compile import analysis, scaled_products, tinygemm
 from ark_torch.compile.analysis import aten, tensor_of
 from ark_torch.compile.decoding import (
     Decoded,
@@ -36,6 +36,7 @@ GROUPS = 32  # the size of a group is a multiple of this
 CODES = {torch.int8: "int8", torch.uint8: "int4", torch.float8_e4m3fn: "float8"}
 PACKED = aten._weight_int4pack_mm_for_cpu.default
 BYTES = aten._weight_int8pack_mm.default
+TILES = aten._weight_int4pack_mm.default
 _WEIGHT = "ark_weight"  # key in a product's meta: its weight
 
 
@@ -137,6 +138,31 @@ def of_bytes(product: Node) -> Weight:
         raise NotTaken("its codes or scales are computed in the graph")
     dims = tuple((Factor(n, s),) for n, s in zip(codes.view.shape, codes.view.strides, strict=True))
     return _as_matrix(scaled_by(Decoded(dims[::-1], codes), scale))
+
+
+def in_tiles(product: Node) -> Weight:
+    """The weight of PyTorch's own operator for int4 on GPUs."""
+    _check_rows(product)
+    _, codes, group, scales = product.args
+    value = tensor_of(codes) if isinstance(codes, Node) else None
+    scale = leaf_of(scales)
+    if value is None or scale is None or not analysis.is_source(codes) or not isinstance(group, int):  # type: ignore[arg-type]
+        raise NotTaken("its packed codes or scales are computed in the graph")
+    sizes = tinygemm.sizes(value)
+    if sizes is None or not value.is_contiguous():
+        raise NotTaken("its codes are packed in an order that ark does not know")
+    columns, depth = sizes
+    if group % GROUPS or depth % group:
+        raise NotTaken(f"its groups of {group} are not of a multiple of {GROUPS}")
+    of_group, of_column, of_kind = scale.view.strides
+    zero = Leaf(scale.source, scale.view._replace(offset=scale.view.offset + of_kind))
+    assert isinstance(codes, Node)
+    rows = Leaf(codes, Strided(0, torch.uint8, (columns, depth // 2), (depth // 2, 1), 0))
+    dims = ((Factor(depth, 1),), (Factor(columns, depth),))
+    decoded = Decoded(dims, rows, 4, offset=8, scale=scale, zero=zero, zero_after=True, unpacked=True)
+    view = rows.view._replace(shape=(depth // 2, columns), strides=(1, depth // 2))
+    strides = (of_group, of_column)
+    return Weight(view, decoded, group, depth // group, strides, strides)
 
 
 def packed(product: Node) -> Weight:
@@ -256,4 +282,4 @@ def _as_matrix(of: Decoded) -> Weight:
 
 
 # PyTorch's own products with codes that it packs.
-_OWN = {PACKED: packed, BYTES: of_bytes}
+_OWN = {PACKED: packed, BYTES: of_bytes, TILES: in_tiles}

@@ -114,6 +114,7 @@ class Lowering:
         self.mutated = frozenset(mutated)  # roots that the whole graph writes somewhere
         self._origin = ""
         self._members: frozenset[Node] = frozenset()
+        self.unpacks: dict[Node, tuple[int, Strided]] = {}  # weights that a region gets unpacked: position and operand
         self.notes: dict[str, dict[Any, Any]] = {}  # state that lowerings keep within a region
 
     # ---- The walk
@@ -209,18 +210,32 @@ class Lowering:
             self._operands[node] = self._input(node, codes=True)
         return cast(Strided, self._operands[node])
 
+    def unpacked(self, node: Node, view: Strided) -> Strided:
+        """A weight given to the graph in an order of its own, as the input that tinygemm.py makes of it."""
+        if node not in self.unpacks:
+            if node in self.mutated:
+                raise Unsupported("a packed weight that the graph writes")
+            tensor = analysis.tensor_of(node)
+            assert tensor is not None
+            check_tensor(tensor, self.device)
+            self.unpacks[node] = (len(self.inputs), self._new_input(node, view))
+        return self.unpacks[node][1]
+
     def _input(self, node: Node, codes: bool = False) -> Strided:
         tensor = analysis.tensor_of(node)
         if tensor is None:
             raise Unsupported(f"an argument that is no tensor: {node.name}")
         check_tensor(tensor, self.device, codes)
+        return self._new_input(node, Strided(-1, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), 0))
+
+    def _new_input(self, node: Node, view: Strided) -> Strided:
         mutated = node in self.mutated
         buffer = self.graph.add_buffer(
             Buffer("input", len(self.inputs), 0, mutated, node in self._parameters and not mutated)
         )
         self.inputs.append(node)
-        operand = Strided(buffer, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), 0)
-        self.graph.buffers[buffer].bytes = operand.end * scalar_type(tensor.dtype)[1]
+        operand = view._replace(buffer=buffer)
+        self.graph.buffers[buffer].bytes = operand.end * scalar_type(view.dtype)[1]
         self.graph.arguments.append(self.graph.read(operand))
         return operand
 

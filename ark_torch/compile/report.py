@@ -41,7 +41,13 @@ class Fallback:
 
 
 def fallback_of(node: Node, reason: str) -> Fallback:
-    return Fallback(str(node.target), reason, analysis.module_of(node), *analysis.source_of(node))
+    return Fallback(name_of(node), reason, analysis.module_of(node), *analysis.source_of(node))
+
+
+def name_of(node: Node) -> str:
+    """The operator's name; AOTAutograd wraps others' operators that write their arguments (auto_functionalized)."""
+    wrapped = node.args[0] if node.args and "auto_functionalized" in str(node.target) else None
+    return str(wrapped if isinstance(wrapped, torch._ops.OpOverload) else node.target)
 
 
 # Who may run a graph or a piece of one.
@@ -88,6 +94,7 @@ class GraphReport:
     fallbacks: list[Fallback] = field(default_factory=list)
     whole: str = ""  # why the whole graph went elsewhere
     whole_on: str = "Inductor"
+    forward: str = ""  # of a graph that trains: what its forward pass takes without gradients
     products: list[str] = field(default_factory=list)  # what became of collectives next to products
     weights: list[str] = field(default_factory=list)  # which products read quantized weights, and why others do not
     in_place: int = 0  # inputs that are updated in place
@@ -95,7 +102,7 @@ class GraphReport:
 
     def __str__(self) -> str:
         if self.whole:
-            told = [f"  {line}" for line in self.products]
+            told = [f"  {line}" for line in (self.forward, *self.products) if line]
             return "\n".join([f"the whole graph runs on {self.whole_on}: {self.whole}", *told])
         operators, pieces = counted(self.nodes, "operator"), counted(len(self.pieces), "piece")
         lines = [f"{operators} in {pieces}, {counted(self.in_place, 'input')} updated in place"]
@@ -206,7 +213,7 @@ def _classes(file: str) -> list[tuple[int, int, str]]:
 
 def operators_of(nodes: list[Node]) -> Counter[str]:
     """Counts by name, without namespace ("aten.") and overload (".default")."""
-    return Counter(_NAMESPACES.sub("", str(node.target)).partition(".")[0] for node in nodes)
+    return Counter(_NAMESPACES.sub("", name_of(node)).partition(".")[0] for node in nodes)
 
 
 _NAMESPACES = re.compile(r"^(aten|prims|_c10d_functional)\.")

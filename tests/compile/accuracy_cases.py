@@ -53,7 +53,7 @@ ON_A_GPU = {getattr(aten, f"_scaled_dot_product_{kind}_attention").default for k
 # They take codes, some in a device-specific order. test_low_bits.py and test_scaled_products.py compare them with
 # float64.
 CODED = {
-    *(aten._weight_int4pack_mm_for_cpu.default, aten._weight_int8pack_mm.default),
+    *(aten._weight_int4pack_mm_for_cpu.default, aten._weight_int8pack_mm.default, aten._weight_int4pack_mm.default),
     *scaled_products.OPERATORS,
 }
 assert loop  # its import registers ark_torch::stop

@@ -120,6 +120,29 @@ def test_inference_is_explained_unless_training_is() -> None:
     assert "the whole graph runs on Inductor: it was traced with gradients on" in str(report)
 
 
+def test_what_training_would_win_is_measured() -> None:
+    """Its forward pass without gradients, by all three; gradients, buffers and parameters are as before."""
+    model = torch.nn.Sequential(torch.nn.Linear(24, 48), torch.nn.BatchNorm1d(48), torch.nn.GELU()).train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    report = ark_torch.explain(model, torch.randn(8, 24), training=True)
+    [graph] = report.graphs
+    assert re.fullmatch(
+        r"without gradients its forward pass takes (\w+( PyTorch)? \d+\.\d us(, )?){3}: kernels of ark for it "
+        r"would save (nothing|at most \d+\.\d us a step)",
+        graph.forward,
+    ), graph.forward
+    assert f"\n  {graph.forward}" in str(report)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.nightly
+def test_a_forward_pass_that_ark_does_not_run_either_is_told() -> None:
+    x = torch.ones(3, requires_grad=True)
+    report = ark_torch.explain(torch.special.i0, x, training=True)
+    assert "without gradients, too, its forward pass would run on Inductor: nothing in it" in report.graphs[0].forward
+
+
 def test_graph_breaks_are_named(double: Any) -> None:
     def function(a: torch.Tensor) -> torch.Tensor:
         b = a * 2 + 1

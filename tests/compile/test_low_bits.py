@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from coded import FORMS, coded
 from torch import Tensor, nn
+
+from ark_torch.compile import tinygemm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
@@ -215,3 +218,50 @@ def test_what_pytorch_packs_for_cpus(dtype: torch.dtype, plan: str, compiled: An
     other, told = compiled(lambda x: torch.ops.aten._weight_int4pack_mm_for_cpu(x, narrow, 128, few).sin().cos() + 1)
     assert other(rows[0]).shape == (1, 16)
     assert "an order that ark does not know" in told.graphs[0].weights[0]
+
+
+def in_tiles(codes: Tensor, inner: int) -> Tensor:
+    """Packs codes [n, k] as the loops of PyTorch's CUDA kernel do, number by number."""
+    n, k = codes.shape
+    packed = torch.zeros(n // 8, k // (inner * 16), 32, inner // 2, dtype=torch.int64)
+    for tile, outer, lane, word in itertools.product(*map(range, packed.shape)):
+        first = (outer * inner + 2 * word) * 16 + lane % 4 * 2
+        depths = [first, first + 1, first + 8, first + 9, first + 16, first + 17, first + 24, first + 25]
+        v = [int(codes[tile * 8 + lane // 4, depth]) for depth in depths]
+        halves = (v[0], v[2], v[4], v[6], v[1], v[3], v[5], v[7])  # from the lowest bits on
+        packed[tile, outer, lane, word] = sum(half << 4 * i for i, half in enumerate(halves))
+    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
+
+
+@pytest.mark.parametrize("inner", [2, 4, 8])
+def test_codes_in_tiles_are_unpacked(inner: int) -> None:
+    codes = torch.randint(0, 16, (24, 256))
+    rows = tinygemm.unpack(in_tiles(codes, inner))
+    assert torch.equal(rows, (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8))
+
+
+def test_what_pytorch_packs_for_gpus(compiled: Any) -> None:
+    """PyTorch computes it on GPUs only (tests/gpu/test_compile_scaled.py compares with it): here against float64. The
+    weight is unpacked once, and again when it was written or is another."""
+    codes = torch.randint(0, 16, (24, 256))
+    packed = in_tiles(codes, 8)
+    scales, bias = torch.rand(2, 24, 2).bfloat16(), torch.randn(24).bfloat16()
+
+    def call(packed: Tensor, *rows: Tensor) -> list[Tensor]:
+        return [F.relu(torch.ops.aten._weight_int4pack_mm(x, packed, 128, scales) + bias) for x in rows]
+
+    def check(packed: Tensor, codes: Tensor) -> None:
+        scale, zero = (scales[..., i].double().repeat_interleave(128, 0) for i in range(2))
+        for x, got in zip(rows, ours(packed, *rows), strict=True):
+            right = F.relu(x.double() @ ((codes.t() - 8) * scale + zero) + bias.double())
+            assert error(got, right) <= 2**-7 * float(right.abs().max())
+
+    rows = [torch.randn(m, 256).bfloat16() for m in (1, 5)]
+    ours, report = compiled(call, fallback=False, minimum=1)
+    check(packed, codes)
+    check(packed, codes)
+    other = torch.randint(0, 16, (24, 256))
+    check(in_tiles(other, 8), other)
+    packed.copy_(in_tiles(other, 8))
+    check(packed, other)
+    assert report.graphs[0].weights == ["2 times: product of int4 weights, scale a group of 128, and a zero"]

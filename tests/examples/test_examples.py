@@ -232,3 +232,43 @@ def test_demo_comparison_notices_one_bit(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [v.holds for v in compare([result("ark", zero), result("ark", minus_zero)])] == [False, True]
     assert [v.holds for v in compare([result("ark", weights), result("gloo", far)])] == [False, True]
     assert [v.holds for v in compare([result("ark", weights, 5.6), result("ark", weights, 5.6)])] == [True, False]
+
+
+INFERENCE = [
+    ("huggingface", ["--only=generate", "--tokens=6"], ["generate(), static cache"]),
+    ("huggingface", ["--only=plain", "--tokens=6"], ["plain loop, static cache"]),
+    ("huggingface", ["--only=pipeline"], ["pipeline, padded texts"]),
+    ("decode_loop", ["--tokens=6"], ["decoding, float32"]),
+    ("decode_loop", ["--tokens=6", "--quantize=int8", "--temperature=0.8"], ["decoding, int8"]),
+    ("decode_loop", ["--tokens=6", "--quantize=float8-dynamic", "--dtype=bfloat16"], ["decoding, float8-dynamic"]),
+    ("encode", ["--sentences=20"], ["sentence embeddings"]),
+]
+
+
+@of_examples
+@pytest.mark.parametrize("name, arguments, told", INFERENCE, ids=lambda value: "".join(value).strip("-"))
+def test_inference_gives_eager_pytorchs_results(
+    name: str, arguments: list[str], told: list[str], tmp_path: Path, leaves_nothing: None
+) -> None:
+    """Each compares itself with eager PyTorch. Inductor is left out: it compiles for longer than all else takes."""
+    if name != "decode_loop":
+        pytest.importorskip("transformers")
+    done = run([sys.executable, str(EXAMPLES / f"{name}.py"), "--device=cpu", "--times=1", *arguments], tmp_path)
+    assert done.returncode == 0, done.stdout
+    rates = dict(re.findall(r"^  (eager|ark) +(\d+\.\d) (?:tokens|sentences)/s", done.stdout, re.MULTILINE))
+    assert set(rates) == {"eager", "ark"} and all(float(rate) > 0 for rate in rates.values()), done.stdout
+    assert told[0] in done.stdout and "WRONG" not in done.stdout
+
+
+@of_examples
+def test_a_wrong_result_ends_an_inference_example(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from inference import compared
+
+    arguments = compared.arguments("").parse_args(["--device=cpu", "--times=1"])
+    given = lambda compiler: lambda: (0 if compiler is None else 1, 1)  # noqa: E731
+    assert not compared.compare("a title", "units/s", given, arguments, lambda a, b: a == b)
+    assert "WRONG" in capsys.readouterr().out
+    assert compared.compare("a title", "units/s", given, arguments, lambda a, b: True)

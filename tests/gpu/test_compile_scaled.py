@@ -1,4 +1,4 @@
-"""Products of float8 rows (torch._scaled_mm) and PyTorch's own of int8 weights in loop kernels on a GPU.
+"""Products of float8 rows (torch._scaled_mm), and PyTorch's own of int8 and int4 weights, in loop kernels on a GPU.
 
 Few rows run on one kernel, within rounding of float64. Many go to Inductor, and the report says so.
 """
@@ -20,6 +20,8 @@ sys.path += [
 
 import models  # in tests/compile
 from llama.quantized import quantize  # in examples/
+
+from ark_torch.compile import tinygemm
 
 pytestmark = [
     pytest.mark.timeout(200),
@@ -142,4 +144,33 @@ def test_int8_weights_in_plain_order() -> None:
             x = torch.randn(m, 256, device=DEVICE).bfloat16()
             right = torch.relu(x.double() @ codes.double().t() * scale.double())
             assert float((ours(x).double() - right).abs().max()) <= 2**-8 * float(right.abs().max())
+    assert all(piece.runs_on == "ark" for graph in report.graphs for piece in graph.pieces)
+
+
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize("inner", [2, 8])
+def test_int4_weights_in_pytorchs_tiles(inner: int, group: int) -> None:
+    """Any words are codes. PyTorch's own kernel rounds more, so both are compared with float64."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    n, k = 96, 512
+    words = torch.randint(-(1 << 31), 1 << 31, (n // 8, k // (inner * 16), 32, inner // 2), device=DEVICE)
+    packed = words.to(torch.int32)
+    scales = (torch.rand(k // group, n, 2, device=DEVICE) + 0.1).bfloat16()
+    codes = tinygemm.unpack(packed)
+    numbers = torch.stack((codes & 15, codes >> 4), -1).flatten(1).double()
+    scale, zero = (scales[..., i].double().repeat_interleave(group, 0) for i in range(2))
+    weight = (numbers.t() - 8) * scale + zero
+
+    def call(x: Tensor) -> Tensor:
+        return torch.relu(torch.ops.aten._weight_int4pack_mm(x, packed, group, scales))
+
+    with torch.no_grad():
+        ours, report = compiled(call, minimum=1, fallback=False)
+        for m in (1, 3, 16):
+            x = torch.randn(m, k, device=DEVICE).bfloat16()
+            right, theirs = torch.relu(x.double() @ weight), call(x)
+            place = 2**-7 * float(right.abs().max())
+            assert float((theirs.double() - right).abs().max()) <= 2 * place, "the order is not PyTorch's"
+            assert float((ours(x).double() - right).abs().max()) <= place
     assert all(piece.runs_on == "ark" for graph in report.graphs for piece in graph.pieces)

@@ -29,7 +29,7 @@ class _Product:
     bias: Operand | None = None
 
 
-@lowers(low_bits.PACKED, low_bits.BYTES)
+@lowers(low_bits.PACKED, low_bits.BYTES, low_bits.TILES)
 def packed(low: Lowering, node: Node) -> Strided:
     return product(low, _weight_of(node), low.result(node), low.operand(node.args[0]))
 
@@ -70,11 +70,10 @@ def product(low: Lowering, weight: Weight, out: Strided, rows: Operand, bias: Op
 def _write(low: Lowering, made: _Product, out: Strided) -> Strided:
     weight, decoded = made.weight, made.weight.decoded
     columns = decoded.shape[1]
+    codes = low.unpacked(decoded.codes.source, decoded.codes.view) if decoded.unpacked else _of(low, decoded.codes)
     inputs: list[Operand] = [
         made.rows,
-        _of(low, decoded.codes)._replace(
-            shape=weight.codes.shape, strides=weight.codes.strides, offset=weight.codes.offset
-        ),
+        codes._replace(shape=weight.codes.shape, strides=weight.codes.strides, offset=weight.codes.offset),
     ]
     if decoded.scale is not None:
         inputs.append(_of(low, decoded.scale)._replace(shape=(weight.groups, columns), strides=weight.scale))

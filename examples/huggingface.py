@@ -1,0 +1,161 @@
+"""Hugging Face models on ark's kernels: generate(), a plain decoding loop, and a pipeline. Prints tokens a second.
+
+    python examples/huggingface.py                        # random weights; nothing is downloaded
+    python examples/huggingface.py --model Qwen/Qwen2.5-0.5B --dtype bfloat16 --beside inductor
+
+- generate: `cache_implementation="static"` and `CompileConfig(backend="ark")`; generate() compiles its own steps.
+- plain: the model's compiled forward pass and a StaticCache, which is what generate() does inside.
+- pipeline: does not compile; its model's forward pass does. Texts are padded to one length, since each is a shape.
+
+Exit code: 0, or 1 if a compiled model writes other tokens than the eager one (in float32; 16-bit types may differ).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from inference.compared import Compile, arguments, compare
+
+WORDS = [
+    "the",
+    "a",
+    "film",
+    "plot",
+    "actor",
+    "scene",
+    "is",
+    "was",
+    "very",
+    "not",
+    "good",
+    "bad",
+    "fine",
+    "long",
+    "dull",
+]
+
+
+def language_model(options: argparse.Namespace) -> Any:
+    if options.model:
+        model = transformers.AutoModelForCausalLM.from_pretrained(options.model)
+    else:
+        sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4}
+        config = transformers.LlamaConfig(vocab_size=128, num_key_value_heads=2, max_position_embeddings=256, **sizes)
+        config.pad_token_id = config.eos_token_id = 0
+        model = transformers.LlamaForCausalLM(config)
+    return model.to(options.device, getattr(torch, options.dtype)).eval()
+
+
+def generating(model: Any, options: argparse.Namespace) -> Callable[[Compile | None], Callable[[], tuple[Any, int]]]:
+    ids = torch.randint(1, min(model.config.vocab_size, 100), (1, 8), device=options.device)
+    settings = {"max_new_tokens": options.tokens, "min_new_tokens": options.tokens, "do_sample": False}
+
+    def work(compiler: Compile | None) -> Callable[[], tuple[Any, int]]:
+        chosen: dict[str, Any] = {"disable_compile": True}
+        if compiler is not None:
+            torch._dynamo.reset()
+            config = transformers.CompileConfig(
+                backend=compiler.backend, options=compiler.options, fullgraph=False, dynamic=False, mode=None
+            )
+            config._compile_all_devices = True  # otherwise generate() compiles on GPUs only
+            chosen = {"compile_config": config}
+
+        def run() -> tuple[Any, int]:
+            return model.generate(ids, cache_implementation="static", **settings, **chosen), options.tokens
+
+        model.__dict__.pop("_compiled_call", None)  # where generate() keeps what it compiled
+        return run
+
+    return work
+
+
+def decoding(model: Any, options: argparse.Namespace) -> Callable[[Compile | None], Callable[[], tuple[Any, int]]]:
+    config, first = model.config, 1
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    length = options.tokens + 8
+    dtype = getattr(torch, options.dtype)
+
+    def work(compiler: Compile | None) -> Callable[[], tuple[Any, int]]:
+        step = model.forward if compiler is None else compiler(model.forward)
+        cache = transformers.StaticCache(config=config, max_cache_len=length)
+        cache.early_initialization(1, config.num_key_value_heads, head, dtype, options.device)
+
+        @torch.no_grad()
+        def run() -> tuple[Any, int]:
+            cache.reset()
+            token, chosen = torch.full((1, 1), first, device=options.device), []
+            for _ in range(options.tokens):
+                token = step(input_ids=token, past_key_values=cache).logits[:, -1].argmax(-1, keepdim=True)
+                chosen.append(token)
+            return torch.cat(chosen, 1), options.tokens
+
+        return run
+
+    return work
+
+
+def classifying(options: argparse.Namespace) -> Callable[[Compile | None], Callable[[], tuple[Any, int]]]:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {word: i for i, word in enumerate(["[PAD]", "[UNK]", *WORDS])}
+    tokens = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokens.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="[PAD]", unk_token="[UNK]")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.BertConfig(vocab_size=len(words), max_position_embeddings=64, **sizes)
+    model = transformers.BertForSequenceClassification(config).to(options.device, getattr(torch, options.dtype)).eval()
+    texts = [" ".join(WORDS[(i + j) % len(WORDS)] for j in range(3 + i % 12)) for i in range(16)]
+    plain = model.forward
+
+    def work(compiler: Compile | None) -> Callable[[], tuple[Any, int]]:
+        model.forward = plain if compiler is None else compiler(plain)
+        classify = transformers.pipeline("text-classification", model=model, tokenizer=tokenizer, device=options.device)
+        padded = {"padding": "max_length", "max_length": 16, "truncation": True}
+
+        def run() -> tuple[Any, int]:
+            return torch.tensor([one["score"] for one in classify(texts, batch_size=8, **padded)]), len(texts) * 16
+
+        return run
+
+    return work
+
+
+def main() -> int:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--model", help="a name on the hub or a folder; default: a tiny one with random weights")
+    parser.add_argument("--tokens", type=int, default=32, help="new tokens in each run")
+    parser.add_argument("--only", choices=("generate", "plain", "pipeline"))
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    transformers.logging.set_verbosity_error()
+    exact = options.dtype == "float32"
+    right = True
+
+    def equal(expected: Any, result: Any) -> bool:
+        return not exact or torch.equal(expected, result)
+
+    def close(expected: Any, result: Any) -> bool:
+        return torch.allclose(expected, result, rtol=1e-4 if exact else 2e-2, atol=1e-5 if exact else 2e-2)
+
+    if options.only in (None, "generate", "plain"):
+        model = language_model(options)
+        if options.only != "plain":
+            right &= compare("generate(), static cache", "tokens/s", generating(model, options), options, equal)
+        if options.only != "generate":
+            right &= compare("plain loop, static cache", "tokens/s", decoding(model, options), options, equal)
+    if options.only in (None, "pipeline"):
+        right &= compare("pipeline, padded texts", "tokens/s", classifying(options), options, close)
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

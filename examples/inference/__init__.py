@@ -1,0 +1,1 @@
+"""What the inference examples share."""
