@@ -163,9 +163,7 @@ def test_a_browser_draws_and_zooms_it(tmp_path: Path) -> None:
     dom, console = dom_of(page, tmp_path / "profile")
     assert console == [] and 'class="error"' not in dom
     said = dict(re.findall(r'data-(\w+)="([^"]*)"', dom[dom.index("<body") :].partition(">")[0]))
-    tasks = sum(
-        len(json.loads(text)["tasks"]) for text in (report.regions[0].plan_json, report.regions[0].target_plan)
-    )
+    tasks = sum(len(json.loads(text)["tasks"]) for text in (report.regions[0].plan_json, report.regions[0].target_plan))
     assert 0.5 * tasks < int(said["drawn"]) <= tasks, "a bar for each task that is wide enough to be seen"
     assert 0 < int(said["bars"]) < len(plan["tasks"]), "zoomed in, fewer are to be seen"
     whole, eighth = (re.search(r"([\d.]+) to ([\d.]+) of", said[name]) for name in ("before", "zoomed"))

@@ -54,7 +54,7 @@ GpuWindow::GpuWindow(std::shared_ptr<Messages> messages, Setup setup)
 }
 
 GpuWindow::~GpuWindow() {
-  server_.reset();
+  if (server_) server_->finish();  // a peer may wait for what a kernel has just asked for
   const auto deadline = Messages::Clock::now() + kForWhatWasPosted;
   for (auto& node : posted_) {
     for (Posted& one : node) {
