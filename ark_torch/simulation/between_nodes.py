@@ -1,9 +1,10 @@
 """Collectives of ranks on several nodes.
 
 Processes (CPU tensors) send messages directly or along the line of ranks, as process_group/carriers did before it
-grouped ranks by node. GPUs on several nodes use NCCL in this project; the model is the plan of its hierarchical
-algorithms, not its code: a reduce-scatter in the node, an exchange over each rank's own rail with the ranks of the same
-local index, and an all-gather in the node, pipelined in chunks, with one chunk in each phase at a time.
+grouped ranks by node. GPUs on several nodes use NCCL, or ark's own stages over RDMA; the model is the plan of NCCL's
+hierarchical algorithms, not its code: a reduce-scatter in the node, an exchange over each rank's own rail with the
+ranks of the same local index, and an all-gather in the node, pipelined in chunks, with one chunk in each phase at a
+time.
 """
 
 from __future__ import annotations

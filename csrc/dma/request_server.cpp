@@ -30,6 +30,16 @@ void RequestServer::stop() {
   if (ending.joinable()) ending.join();
 }
 
+void RequestServer::finish() {
+  ending_.store(true, std::memory_order_release);
+  std::thread ending;
+  {
+    std::lock_guard lock(mutex_);
+    std::swap(ending, thread_);
+  }
+  if (ending.joinable()) ending.join();
+}
+
 void RequestServer::check() const {
   std::lock_guard lock(mutex_);
   if (failure_) std::rethrow_exception(failure_);
@@ -50,11 +60,14 @@ void RequestServer::run() {
   int looks = 0;
   try {
     while (!over_.load(std::memory_order_relaxed)) {
+      const bool ending = ending_.load(std::memory_order_acquire);  // before the last look at the rings
       bool served = false;
       for (size_t ring = 0; ring < rings_.size(); ++ring) served |= serve_next(ring);
       if (served) {
         last = Moment::now();
         looks = 0;
+      } else if (ending) {
+        break;
       } else if (++looks % kLooksPerClockRead == 0 && Moment::now() - last > pace_.spin) {
         if (pause_) pause_();
         std::this_thread::sleep_for(pace_.nap);

@@ -40,6 +40,8 @@ class RequestServer {
 
   // Stops serving and leaves requests that were not taken. Idempotent, and callable from any thread.
   void stop();
+  // Serves what has been posted, then stops. Nobody may post any more.
+  void finish();
   void check() const;  // rethrows what `serve` threw
   uint64_t served() const { return served_.load(std::memory_order_acquire); }
 
@@ -52,7 +54,7 @@ class RequestServer {
   const Pace pace_;
   const std::function<void()> pause_;
   std::vector<uint64_t> numbers_;  // by ring: the next request
-  std::atomic<bool> over_{false};
+  std::atomic<bool> over_{false}, ending_{false};
   std::atomic<uint64_t> served_{0};
   mutable std::mutex mutex_;  // guards the members below
   std::exception_ptr failure_;

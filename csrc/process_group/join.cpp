@@ -1,6 +1,7 @@
 // Creates a group: its ranks meet, find out which of them share memory, and choose the carrier.
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "collectives/cuda/between/between_stage.hpp"
 #include "process_group/carriers/backend_carrier.hpp"
 #include "process_group/carriers/carried_communicator.hpp"
 #include "process_group/carriers/rdma_carrier.hpp"
@@ -164,6 +165,7 @@ void ProcessGroupArk::join_nodes(StoreAdapter& store, const ConnectResult& resul
   RdmaAgreement rdma = agree_on_rdma(
       {rank_, size_, result.start, options_->net, options_->rdma, options_->timeout, plan.peers()}, store, own_store);
   plan_ = plan.text() + parcels_of(plan) + (options_->flat_order && !plan.flat() ? ", order flat" : "") +
+          (rdma.carrier && BetweenStage::why_not(plan).empty() ? ", CUDA tensors likewise" : "") +
           (rdma.carrier ? ", rdma between them" : ", gloo between them");
   if (rank_ == 0 && options_->log) {
     const std::string by = rdma.carrier ? "RDMA" : "PyTorch's Gloo";

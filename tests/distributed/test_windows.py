@@ -266,10 +266,9 @@ def _on_gpus(rank: Rank, way: str, dma_buf: int) -> None:
     window.signal(peer, False)
     window.wait_signal(peer, False)
     assert memory[:6].tolist() == [7.0] * 5 + [0.0]
-    with pytest.raises(ValueError, match=rf"GPU memory is put by RDMA, and rank {me} is of this node"):
-        window.put(data, me, 0, False)
-    with pytest.raises(ValueError, match="GPU memory, which is the tensor itself"):
-        window.map_remote_tensor(me)
+    window.put(data, me, 200_000, False)  # to oneself by a copy engine
+    assert memory[200_000:].unique().tolist() == [20.0 + me]
+    assert window.map_remote_tensor(me).data_ptr() == own.data_ptr()
     pretended.driver.pretend_capture(5)
     with pytest.raises(ValueError, match="a graph is being captured"):
         window.put(data, peer, 0, False)
@@ -284,16 +283,49 @@ def test_gpu_memory(pretended_gpu: Any, env: Env, dma_buf: int, way: str) -> Non
     run_ranks(_on_gpus, 2, way, dma_buf, env=env | pretended_gpu)
 
 
-def _gpus_of_one_node(rank: Rank) -> None:
+def _in_the_pool(rank: Rank, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor of ark_torch.memory.pool() on the pretended GPU, and the host tensor over the same memory."""
+    library = ctypes.CDLL(ark_torch._C.__file__)
+    library.ark_pool_alloc.restype = ctypes.c_void_p
+    library.ark_pool_alloc.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+    # Not at the beginning of what is mapped.
+    at = library.ark_pool_alloc(4 * count + 256, rank.rank, None) + 256
+    host = torch.frombuffer((ctypes.c_char * (4 * count)).from_address(at), dtype=torch.float32)
+    return pretended.on(rank.rank, host), host
+
+
+def _gpus_of_one_node(rank: Rank, way: str) -> None:
     pretended.enter()
     rank.init()
-    with pytest.raises(ValueError, match=r"tensor is on cuda:\d, and windows of CUDA tensors take RDMA and one rank"):
-        ark_torch.distributed.new_window(pretended.on(rank.rank, torch.zeros(4)))
+    me, size = rank.rank, rank.world_size
+    with pytest.raises(ValueError, match=r"not of ark_torch.memory.pool\(\), so other ranks of this"):
+        _new(way, pretended.on(me, torch.zeros(4)))
+    own, memory = _in_the_pool(rank, 1000 * size)
+    data, source = _in_the_pool(rank, 1000)
+    with pytest.raises(ValueError, match="that of rank 0 on the CPU, that of rank 1 on a GPU"):
+        _new(way, torch.zeros(1000) if me == 0 else own)
+    window = _new(way, own)
+    for round in range(3):
+        source.fill_(10.0 * round + me)
+        for peer in range(size):
+            window.put(data, peer, 1000 * me, False)
+            window.signal(peer, False)
+        for peer in range(size):
+            window.wait_signal(peer, False)
+        assert memory.view(size, 1000).tolist() == [[10.0 * round + peer] * 1000 for peer in range(size)]
+        dist.barrier()
+    mapped = window.map_remote_tensor(1 - min(me, 1))
+    assert mapped.device == own.device and mapped.numel() == 1000 * size
+    with pytest.raises(ValueError, match="beyond the window of rank 0"):
+        window.put(data, 0, 1000 * size - 999, False)
+    dist.barrier()
+    window.tensor_deregister()
     dist.barrier()
 
 
-def test_gpus_of_one_node_have_none(pretended_gpu: Any) -> None:
-    run_ranks(_gpus_of_one_node, 2, env=pretended_gpu)
+@pytest.mark.parametrize("way", WAYS)
+def test_gpus_of_one_node(pretended_gpu: Any, way: str) -> None:
+    run_ranks(_gpus_of_one_node, 3, way, env=pretended_gpu)
 
 
 def _gloo(rank: Rank) -> None:

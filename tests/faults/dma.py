@@ -9,10 +9,26 @@ FAULTS = (
     fault(
         "dma.request_failure_lost",
         "csrc/dma/request_server.cpp",
-        "        failure_ = std::current_exception();\n        return;",
-        "        return;",
+        "    failure_ = std::current_exception();\n",
+        "",
         "nobody hears why a GPU's requests are served no more",
         "dma.request_server_test",
+    ),
+    fault(
+        "dma.request_anywhere",
+        "csrc/dma/rdma/gpu_window.cpp",
+        "        request.from < half || request.from > bytes() - request.bytes)",
+        "        request.from > bytes() - request.bytes)",
+        "a kernel's request may send what peers write",
+        "dma/rdma.gpu_window_test",
+    ),
+    fault(
+        "protocol.between_no_credit",
+        "ark_torch/kernels/cuda/between.cuh",
+        "await(heard(node).credits, number - w.slots + 1, node)",
+        "await(heard(node).credits, number - w.slots, node)",
+        "a chunk is written over one that its reader may still read",
+        "thread:collectives/cuda/between.nodes_communicator_test",
     ),
     fault(
         "protocol.arrived_relaxed",

@@ -20,6 +20,7 @@ _NEED_TWO = [
     f"test_{name}.py"
     for name in (
         "between_nodes",
+        "gpu_windows",
         "channels",
         "compile_ranks",
         "compile_fused",
@@ -42,6 +43,7 @@ _NEED_GPUS = [
     f"test_{name}.py"
     for name in (
         "between_nodes",
+        "gpu_windows",
         "channels",
         "nccl_entry",
         "peers",

@@ -126,9 +126,13 @@ std::string compressed_stub(const CompressedKind& kind, const std::string& name)
   return "#include \"cuda/compressed.cuh\"\n" + entry(name, device::kCodeThreads, "CodeParams", call + ">(p)");
 }
 
-std::string between_stub(RuleKind rule) {
+std::string between_move_stub() {
+  return "#include \"cuda/between.cuh\"\n" +
+         entry("between_move", device::kBetweenThreads, "BetweenParams", "between_move(p)");
+}
+
+std::string between_add_stub(RuleKind rule) {
   return "#include \"cuda/between.cuh\"\nusing Rule = " + rule_text(rule) + ";\n" +
-         entry("between_move", device::kBetweenThreads, "BetweenParams", "between_move(p)") +
          entry("between_add", device::kBetweenThreads, "BetweenParams", "between_add<Rule>(p, " + made_of(rule) + ")");
 }
 
@@ -142,8 +146,9 @@ std::vector<Stub> representative_stubs() {
   stubs.push_back({"probe", jit::probe_stub()});
   stubs.push_back({"peer_test", peer_test_stub()});
   add_group(stubs, RuleKind::any, 0, 0, "");
+  stubs.push_back({"between_move", between_move_stub()});
   for (const RuleKind rule : {RuleKind::bf16, RuleKind::any})
-    stubs.push_back({std::string("between_") + kRuleNames[static_cast<int>(rule)], between_stub(rule)});
+    stubs.push_back({std::string("between_add_") + kRuleNames[static_cast<int>(rule)], between_add_stub(rule)});
   const auto add = [&](RuleKind rule, int ranks, int rank) {
     const char* const name = kRuleNames[static_cast<int>(rule)];
     add_group(stubs, rule, ranks, rank, std::string("_") + name + "_" + std::to_string(ranks));
@@ -169,8 +174,9 @@ std::vector<Stub> every_stub(const std::vector<int>& sizes) {
   stubs.push_back({"probe", jit::probe_stub()});
   stubs.push_back({"peer_test", peer_test_stub()});
   add_group(stubs, RuleKind::any, 0, 0, "");
+  stubs.push_back({"between_move", between_move_stub()});
   for (int kind = 0; kind < kRuleKinds; ++kind)
-    stubs.push_back({std::string("between_") + kRuleNames[kind], between_stub(static_cast<RuleKind>(kind))});
+    stubs.push_back({std::string("between_add_") + kRuleNames[kind], between_add_stub(static_cast<RuleKind>(kind))});
   for (const DType dtype : {DType::bf16, DType::f16, DType::f32})
     for (const bool wide : {false, true})
       for (uint32_t bits = 0; bits <= quantize::kMostBits + 1; ++bits) {

@@ -35,7 +35,8 @@ struct CompressedKind {
 std::string compressed_stub(const CompressedKind& kind, const std::string& name);
 
 // "between_move" and "between_add", of cuda/between.cuh.
-std::string between_stub(RuleKind rule);
+std::string between_move_stub();
+std::string between_add_stub(RuleKind rule);
 
 // "peer_test", of cuda/peer_test.cuh.
 std::string peer_test_stub();

@@ -68,10 +68,15 @@ RmaWindow::Transfer RmaWindow::put(const OperationContext& context, int peer, ui
     const size_t bytes = elements * there.item;
     if (bytes == 0) return nullptr;
     const int local = local_of(peer);
-    if (local >= 0 && (where == rdma::Where::gpu || own_.where == rdma::Where::gpu))
+    if (local >= 0 && where == rdma::Where::gpu && !copies_)
       refuse(ErrorKind::invalid_argument,
-             "GPU memory is put by RDMA, and rank " + std::to_string(peer) + " is of this node",
-             "Copy the tensor there, or put to ranks of other nodes.");
+             "the tensor is on a GPU, and the window of rank " + std::to_string(peer) + ", of this node, on the CPU",
+             "Put a CPU tensor, or register CUDA tensors.");
+    if (local >= 0 && copies_) {
+      if (!copies_->copy(neighbours_[local].data + offset * there.item, from, bytes, context.deadline))
+        late(context, peer, "was not written to by copy engines");
+      return nullptr;
+    }
     if (local >= 0) {
       std::memmove(neighbours_[local].data + offset * there.item, from, bytes);
       return nullptr;
@@ -172,7 +177,9 @@ bool RmaWindow::wait(const OperationContext& context, int peer, rdma::Message& t
 std::pair<std::byte*, std::shared_ptr<void>> RmaWindow::mapped(int peer) const {
   const int local = local_of(peer);
   if (local < 0) return {};
-  return {neighbours_[local].data, neighbours_[local].memory};
+  const Neighbour& there = neighbours_[local];
+  if (there.on_gpu) return {there.data, there.on_gpu};
+  return {there.data, there.memory};
 }
 
 }  // namespace ark

@@ -15,7 +15,7 @@ namespace {
 
 struct Card {
   uint64_t segment, offset, elements;
-  uint32_t item, type;
+  uint32_t item, type, on_gpu;
 };
 
 constexpr const char* kOperation = "new_window";
@@ -81,6 +81,7 @@ void RmaWindow::share(const std::function<Memory()>& offer) {
     mine.data = own_.data;
     mine.signals = std::make_shared<SharedMemory>(
         SharedMemory::create("ark-window-signals", static_cast<size_t>(ranks) * sizeof(protocol::Counter)));
+    if (own_.where == rdma::Where::gpu) copies_ = std::make_unique<GpuCopies>(own_.device);
     if (setup_.messages && own_.elements > 0)
       registered_ = setup_.messages->hold(own_.data, own_.elements * own_.item, true, own_.where);
     RmaRecord& record = records_[setup_.rank];
@@ -94,30 +95,57 @@ void RmaWindow::share(const std::function<Memory()>& offer) {
   MemoryMeeting& meeting = *setup_.meeting;
   meeting.step([&] {
     prepare();
-    meeting.own_card<Card>() = {own_.segment->size(), static_cast<uint64_t>(own_.data - own_.segment->data()),
-                                own_.elements, own_.item, own_.type};
+    const bool on_gpu = own_.where == rdma::Where::gpu;
+    const auto* const start = on_gpu ? reinterpret_cast<std::byte*>(own_.gpu->memory.data()) : own_.segment->data();
+    meeting.own_card<Card>() = {on_gpu ? own_.gpu->memory.size() : own_.segment->size(),
+                                static_cast<uint64_t>(own_.data - start),
+                                own_.elements,
+                                own_.item,
+                                own_.type,
+                                on_gpu};
   });
   std::vector<Card> cards;
   for (int peer = 0; peer < ranks; ++peer) cards.push_back(meeting.card_of<Card>(peer));
-  const auto hand_round = [&](const std::shared_ptr<SharedMemory>& mine, auto&& take) {
+  for (int peer = 0; peer < ranks; ++peer) {
+    if (cards[peer].on_gpu == cards[0].on_gpu) continue;
+    const auto whose = [&](int place) {
+      return "that of rank " + std::to_string(setup_.own[place]) + (cards[place].on_gpu ? " on a GPU" : " on the CPU");
+    };
+    throw Error(ErrorKind::invalid_argument,
+                "a window's tensors are on different devices: " + whose(0) + ", " + whose(peer),
+                ErrorContext{setup_.rank, setup_.own[peer], kOperation, 0,
+                             "Register CPU tensors on all ranks of a machine, or CUDA tensors on all."});
+  }
+  const auto copy_of = [](const std::shared_ptr<SharedMemory>& memory) {
+    UniqueFd copy(::fcntl(memory->fd(), F_DUPFD_CLOEXEC, 0));
+    if (!copy) throw system_error("no descriptor to share a window's memory", errno, "Raise `ulimit -n`.");
+    return copy;
+  };
+  const auto hand_round = [&](auto&& offered, auto&& take) {
     meeting.step([&] {
-      const UniqueFd copy(::fcntl(mine->fd(), F_DUPFD_CLOEXEC, 0));
-      if (!copy) throw system_error("no descriptor to share a window's memory", errno, "Raise `ulimit -n`.");
+      const UniqueFd copy = offered();
       for (int peer = 0; peer < ranks; ++peer)
         if (peer != local) meeting.give(peer, copy);
       for (int peer = 0; peer < ranks; ++peer)
         if (peer != local) take(peer, meeting.take(peer));
     });
   };
-  hand_round(own_.segment, [&](int peer, UniqueFd fd) {
+  const auto offered = [&] { return own_.gpu ? own_.gpu->memory.export_fd() : copy_of(own_.segment); };
+  hand_round(offered, [&](int peer, UniqueFd fd) {
     const Card& card = cards[peer];
-    auto memory = std::make_shared<SharedMemory>(SharedMemory::attach(std::move(fd), card.segment));
     const bool inside =
         card.item > 0 && card.offset <= card.segment && card.elements <= (card.segment - card.offset) / card.item;
     if (!inside) throw Error(ErrorKind::mismatch, "rank " + std::to_string(setup_.own[peer]) + " shares no window");
-    memory->close_fd();
-    neighbours_[peer].data = memory->data() + card.offset;
-    neighbours_[peer].memory = std::move(memory);
+    if (card.on_gpu != 0) {
+      auto memory = std::make_shared<DeviceMemory>(DeviceMemory::import(own_.device, fd, card.segment));
+      neighbours_[peer].data = reinterpret_cast<std::byte*>(memory->data()) + card.offset;
+      neighbours_[peer].on_gpu = std::move(memory);
+    } else {
+      auto memory = std::make_shared<SharedMemory>(SharedMemory::attach(std::move(fd), card.segment));
+      memory->close_fd();
+      neighbours_[peer].data = memory->data() + card.offset;
+      neighbours_[peer].memory = std::move(memory);
+    }
     RmaRecord& record = records_[setup_.own[peer]];
     record.rank = static_cast<uint32_t>(setup_.own[peer]);
     record.size = static_cast<uint32_t>(setup_.size);
@@ -126,11 +154,12 @@ void RmaWindow::share(const std::function<Memory()>& offer) {
     record.item = card.item;
     record.type = card.type;
   });
-  hand_round(neighbours_[local].signals, [&](int peer, UniqueFd fd) {
-    neighbours_[peer].signals = std::make_shared<SharedMemory>(
-        SharedMemory::attach(std::move(fd), static_cast<size_t>(ranks) * sizeof(protocol::Counter)));
-    neighbours_[peer].signals->close_fd();
-  });
+  hand_round([&] { return copy_of(neighbours_[local].signals); },
+             [&](int peer, UniqueFd fd) {
+               neighbours_[peer].signals = std::make_shared<SharedMemory>(
+                   SharedMemory::attach(std::move(fd), static_cast<size_t>(ranks) * sizeof(protocol::Counter)));
+               neighbours_[peer].signals->close_fd();
+             });
   neighbours_[local].signals->close_fd();
 }
 

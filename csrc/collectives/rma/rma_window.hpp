@@ -1,9 +1,9 @@
 // A one-sided window: memory of every rank of a group that the others write to (put), and counters of signals.
 //
-// open() and close() are collective. Ranks of a node map each other's memory, so a put there is a copy and a signal a
-// counter in shared memory; ranks of other nodes are written to by RDMA. A signal comes behind what its sender put
-// before it; each wait for a rank's signal takes the next one of that rank. The memory may be used by its owner all
-// the time: who writes where and when is the users' agreement, made with signals.
+// open() and close() are collective. Ranks of a node map each other's memory, so a put there is a copy (of GPU memory
+// by copy engines) and a signal a counter in shared memory; ranks of other nodes are written to by RDMA. A signal comes
+// behind what its sender put before it; each wait for a rank's signal takes the next one of that rank. The memory may
+// be used by its owner all the time: who writes where and when is the users' agreement, made with signals.
 //
 // A wait ends with the group: when the peer is lost, when the deadline passes (which fails the group, naming the peer),
 // or when another rank has failed it. Thread-safe.
@@ -17,7 +17,9 @@
 #include <utility>
 #include <vector>
 
+#include "collectives/rma/gpu_copies.hpp"
 #include "collectives/rma/rma_record.hpp"
+#include "cuda/shareable_pool.hpp"
 #include "dma/rdma/messages.hpp"
 #include "health/group_health.hpp"
 #include "protocol/counter.hpp"
@@ -40,14 +42,16 @@ class RmaWindow {
     std::chrono::milliseconds timeout{0};      // of open() and close()
     std::function<void(const Error&)> fail;    // tells the group of an error that ends it
   };
-  // What a rank offers: elements of a type (a code of the caller's) in `segment`, which the node's ranks map; in a node
-  // of one rank any memory, and no segment.
+  // What a rank offers: elements of a type (a code of the caller's) in `segment`, or of GPU memory in `gpu`, which the
+  // node's ranks map; in a node of one rank any memory, and neither. All ranks of a node offer the same kind of memory.
   struct Memory {
     std::byte* data = nullptr;
     uint64_t elements = 0;
     uint32_t item = 1, type = 0;
     std::shared_ptr<SharedMemory> segment;
-    rdma::Where where = rdma::Where::host;  // gpu: only in a node of one rank
+    rdma::Where where = rdma::Where::host;
+    int device = 0;  // of GPU memory
+    std::shared_ptr<const ShareableSegment> gpu;
   };
 
   // Error, on all ranks, where one offers nothing (offer throws) or cannot share or register what it offers.
@@ -77,10 +81,12 @@ class RmaWindow {
   std::pair<std::byte*, std::shared_ptr<void>> mapped(int peer) const;
   const RmaRecord& of(int peer) const { return records_[peer]; }
   rdma::Where where() const { return own_.where; }  // of this rank's memory
+  int device() const { return own_.device; }
 
  private:
   struct Neighbour {
     std::shared_ptr<SharedMemory> memory, signals;
+    std::shared_ptr<DeviceMemory> on_gpu;  // a peer's
     std::byte* data = nullptr;
   };
   struct Pending {
@@ -104,6 +110,7 @@ class RmaWindow {
   Memory own_;
   std::vector<RmaRecord> records_;     // by rank
   std::vector<Neighbour> neighbours_;  // by place in the node
+  std::unique_ptr<GpuCopies> copies_;  // of GPU memory
   rdma::Held registered_;
   bool opened_ = false;  // at setup_.messages
   std::atomic<bool> closed_{false};

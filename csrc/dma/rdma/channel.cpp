@@ -186,7 +186,8 @@ void Channel::post(std::vector<Request>& batch) {
       places[i] = {reinterpret_cast<uint64_t>(one.from), one.bytes, one.key};
       request.sg_list = &places[i];
       request.num_sge = 1;
-      if (one.bytes <= pair_->most_inline()) request.send_flags |= IBV_SEND_INLINE;
+      // The CPU copies what goes inline: slots, but no writes without a signal, which may come from GPU memory.
+      if (one.signals && one.bytes <= pair_->most_inline()) request.send_flags |= IBV_SEND_INLINE;
     }
     if (one.signals) {
       const uint32_t returned = std::min(owed_, kMostReturned);

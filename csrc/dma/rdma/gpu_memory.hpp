@@ -1,6 +1,6 @@
 // GPU memory for the NIC: as a dma-buf that the CUDA driver exports and libibverbs registers, where both can do so.
 //
-// Where they cannot, messages are staged through pinned host memory (gpu_transfers.hpp). The NIC's writes must also be
+// Where they cannot, kernels exchange through pinned host memory (gpu_window.hpp). The NIC's writes must also be
 // visible to kernels that start after the host has heard of them, which the driver states as a device attribute.
 #pragma once
 

@@ -54,7 +54,7 @@ GpuWindow::GpuWindow(std::shared_ptr<Messages> messages, Setup setup)
 }
 
 GpuWindow::~GpuWindow() {
-  server_.reset();
+  if (server_) server_->finish();  // a peer may wait for what a kernel has just asked for
   const auto deadline = Messages::Clock::now() + kForWhatWasPosted;
   for (auto& node : posted_) {
     for (Posted& one : node) {
@@ -124,8 +124,10 @@ void GpuWindow::serve(size_t lane, const protocol::Request& request) {
       refuse(std::to_string(request.bytes) + " bytes from " + std::to_string(request.from) + " to " +
              std::to_string(request.to));
     const Remote& remote = remotes_[node];
+    // With the registration that the window has: a call of the driver's here could wait for a kernel that waits for
+    // this write.
     posted.push_back({messages_->put(peer, memory_ + request.from, request.bytes, remote.address + request.to,
-                                     remote.keys, setup_.path.direct ? Where::gpu : Where::host),
+                                     remote.keys, held_.again()),
                       true});
     posted.push_back({messages_->signal(peer, window(lane, false)), true});
   } else if (request.kind == Request::signal) {

@@ -39,6 +39,11 @@ struct Held {
   void reset() {
     for (auto& use : rails) use.reset();
   }
+  Held again() const {
+    Held held;
+    for (size_t i = 0; i < rails.size(); ++i) held.rails[i] = rails[i].again();
+    return held;
+  }
   explicit operator bool() const { return static_cast<bool>(rails[0]); }
 };
 
@@ -137,6 +142,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
   void close_window(int32_t window);
   // Writes to the peer's memory at `to`, which the peer has registered (keys). Done once the bytes are there.
   MessagePtr put(int peer, const void* data, size_t bytes, uint64_t to, const Keys& keys, Where where = Where::host);
+  MessagePtr put(int peer, const void* data, size_t bytes, uint64_t to, const Keys& keys, Held held);  // of the data
   // Signals the peer after all earlier puts. Done once the NIC has the signal.
   MessagePtr signal(int peer, int32_t window);
   uint64_t signals(int peer, int32_t window) const;  // received since the window was opened

@@ -32,6 +32,11 @@ void Messages::close_window(int32_t window) {
 
 Messages::MessagePtr Messages::put(int rank, const void* data, size_t bytes, uint64_t to, const Keys& keys,
                                    Where where) {
+  // On the caller's thread: what is refused is its error.
+  return put(rank, data, bytes, to, keys, hold(data, bytes, bytes >= setup_.least_striped, where));
+}
+
+Messages::MessagePtr Messages::put(int rank, const void* data, size_t bytes, uint64_t to, const Keys& keys, Held held) {
   const State message(new MessageState{.sends = true,
                                        .peer = rank,
                                        .any = false,
@@ -39,11 +44,9 @@ Messages::MessagePtr Messages::put(int rank, const void* data, size_t bytes, uin
                                        .data = const_cast<void*>(data),
                                        .bytes = bytes,
                                        .kind = MessageState::Kind::put,
-                                       .where = where,
                                        .to = to,
                                        .keys = keys});
-  message->held =
-      hold(data, bytes, bytes >= setup_.least_striped, where);  // on the caller's thread: what is refused is its error
+  message->held = std::move(held);
   return begin_one_sided(message);
 }
 

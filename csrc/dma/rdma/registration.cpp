@@ -71,6 +71,13 @@ Registrations::Use Registrations::take(ibv_mr* region) {
   return {this, region};
 }
 
+Registrations::Use Registrations::Use::again() const {
+  if (of_ == nullptr) return {};
+  const std::lock_guard lock(of_->mutex_);
+  ++of_->regions_.at(region_).uses;
+  return {of_, region_};
+}
+
 Registrations::Use Registrations::hold(const void* address, size_t bytes, Where where) {
   const auto begin = reinterpret_cast<uintptr_t>(address);
   const uint64_t buffer = where == Where::gpu ? gpu_buffer_of(address) : 0;

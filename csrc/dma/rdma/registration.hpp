@@ -35,6 +35,7 @@ class Registrations {
     }
     ~Use() { reset(); }
     void reset();
+    Use again() const;  // a further hold, without a call of the driver's or the system's
     explicit operator bool() const { return of_ != nullptr; }
     uint32_t local_key() const { return region_->lkey; }
     uint32_t remote_key() const { return region_->rkey; }

@@ -5,6 +5,7 @@
 #include <sstream>
 #include <thread>
 
+#include "cuda/shareable_pool.hpp"
 #include "dma/rdma/gpu_memory.hpp"
 #include "process_group/cuda/cuda_streams.hpp"
 #include "process_group/process_group_ark.hpp"
@@ -34,6 +35,18 @@ void wait_for_stream(const CallSite& site, const OperationContext& context, c10:
   }
 }
 
+// The memory that this machine's other ranks can map.
+std::shared_ptr<const ShareableSegment> shareable_part(const CallSite& site, const at::Tensor& tensor) {
+  auto found = tensor.numel() > 0 ? find_shareable(tensor.data_ptr(), tensor.nbytes()) : nullptr;
+  if (!found)
+    refuse(site, ErrorKind::invalid_argument,
+           tensor.numel() == 0 ? "tensor is empty, and other ranks of this machine map its memory"
+                               : "tensor's memory is not of ark_torch.memory.pool(), so other ranks of this machine "
+                                 "cannot map it",
+           "Make the tensor within `with torch.cuda.use_mem_pool(ark_torch.memory.pool()):`.");
+  return found;
+}
+
 RmaWindow::Memory offer_of(const CallSite& site, const at::Tensor& tensor, bool shared) {
   if (!tensor.is_contiguous()) {
     std::ostringstream shape;
@@ -43,7 +56,12 @@ RmaWindow::Memory offer_of(const CallSite& site, const at::Tensor& tensor, bool 
   }
   RmaWindow::Memory memory;
   memory.where = where_of(tensor);
-  memory.segment = shared ? share_storage(site, tensor) : nullptr;
+  if (tensor.is_cuda()) {
+    memory.device = tensor.device().index();
+    if (shared) memory.gpu = shareable_part(site, tensor);
+  } else if (shared) {
+    memory.segment = share_storage(site, tensor);
+  }
   memory.elements = static_cast<uint64_t>(tensor.numel());
   memory.item = static_cast<uint32_t>(tensor.element_size());
   memory.type = static_cast<uint32_t>(tensor.scalar_type());
@@ -127,12 +145,10 @@ void WindowArk::check_device(const CallSite& site, const at::Tensor& tensor) {
   const std::string where = "tensor is on " + tensor.device().str();
   if (!tensor.is_cuda())
     refuse(site, ErrorKind::invalid_argument, where + ", and windows take CPU and CUDA tensors", kOtherwise);
-  if (!core_->rdma || core_->plan->own().size() > 1)
-    refuse(site, ErrorKind::invalid_argument,
-           where + ", and windows of CUDA tensors take RDMA and one rank of the group on each node", kOtherwise);
   if (is_capturing(tensor.device()))
-    refuse(site, ErrorKind::invalid_argument, "a graph is being captured, and the NIC's work is no part of it",
+    refuse(site, ErrorKind::invalid_argument, "a graph is being captured, and what the host waits for is no part of it",
            "Call it before the capture begins.");
+  if (!core_->rdma) return;  // one machine
   const int gpu = tensor.device().index();
   {
     const std::lock_guard lock(mutex_);
@@ -288,12 +304,14 @@ at::Tensor WindowArk::map_remote_tensor(int64_t rank) {
       refuse(here, ErrorKind::invalid_argument,
              "rank " + std::to_string(rank) + " is of another node, whose memory cannot be mapped",
              "Write to it with put.");
-    if (window->where() == rdma::Where::gpu)
-      refuse(here, ErrorKind::invalid_argument, "this rank's window is GPU memory, which is the tensor itself",
-             "Use the tensor.");
-    const auto options = at::TensorOptions().dtype(static_cast<at::ScalarType>(record.type));
-    return at::from_blob(
-        data, {static_cast<int64_t>(record.elements)}, [window, holds = holds](void*) {}, options);
+    const bool on_gpu = window->where() == rdma::Where::gpu;
+    const c10::Device device(on_gpu ? c10::kCUDA : c10::kCPU, on_gpu ? static_cast<int8_t>(window->device()) : -1);
+    // Mapped for this rank's device, wherever the memory is.
+    return at::for_blob(data, {static_cast<int64_t>(record.elements)})
+        .deleter([window, holds = holds](void*) {})
+        .options(at::TensorOptions().dtype(static_cast<at::ScalarType>(record.type)).device(device))
+        .target_device(device)
+        .make_tensor();
   });
 }
 

@@ -135,6 +135,17 @@ TEST(RequestServer, SeveralRings) {
   EXPECT_EQ(next, (std::vector<uint64_t>{kEach, kEach, 0}));
 }
 
+TEST(RequestServer, FinishesWhatWasPosted) {
+  for (int time = 0; time < 50; ++time) {
+    protocol::RequestRing ring{};
+    uint64_t head = 0, known = 0, sum = 0;
+    RequestServer server(ring, [&](const Request& request) { sum += request.bytes; });
+    for (uint64_t n = 1; n <= 100; ++n) ASSERT_TRUE(post_within(ring, head, {Request::put, 0, 0, 0, n}, known));
+    server.finish();
+    EXPECT_EQ(sum, 5050u);
+  }
+}
+
 // After a request was served, its poster may reuse the memory. An ordinary read there must come before this ordinary
 // write, ordered by the release of `served`.
 TEST(RequestServer, WhatWasServedMayBeWrittenOver) {

@@ -21,8 +21,9 @@ std::string as_printable(std::string text) {
 void launch_on_device(int device, const Operation& operation, const device::BetweenParams& params, bool adds,
                       uint32_t blocks) {
   const RuleKind rule = rule_of(operation.descriptor.dtype, operation.descriptor.op);
+  jit::KernelLibrary& library = jit::KernelLibrary::of(device);
   const jit::Kernel& kernel =
-      jit::KernelLibrary::of(device).get(between_stub(rule), adds ? "between_add" : "between_move");
+      adds ? library.get(between_add_stub(rule), "between_add") : library.get(between_move_stub(), "between_move");
   const CurrentContext context(device);
   jit::launch(kernel, {blocks}, {device::kBetweenThreads}, 0, static_cast<CUstream>(operation.stream), params);
 }

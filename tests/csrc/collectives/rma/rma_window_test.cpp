@@ -6,6 +6,7 @@
 #include "collectives/cpu/ranks.hpp"
 #include "collectives/rma/rma_window.hpp"
 #include "dma/rdma/support.hpp"
+#include "support/pretended_driver.hpp"
 #include "support/processes.hpp"
 
 namespace ark::test {
@@ -49,7 +50,8 @@ using Body = std::function<void(Member&)>;
 // The ranks' threads; what one throws is in its place.
 std::vector<std::optional<Error>> run(
     const std::vector<int>& node_of, const Body& body,
-    const std::function<uint64_t(int)>& elements = [](int) { return 1000; }, const Body& instead_of_offer = {}) {
+    const std::function<uint64_t(int)>& elements = [](int) { return 1000; }, const Body& instead_of_offer = {},
+    const std::function<RmaWindow::Memory(int)>& offer_of = {}) {
   const int size = static_cast<int>(node_of.size());
   const int nodes = *std::max_element(node_of.begin(), node_of.end()) + 1;
   TemporaryDirectory directory;
@@ -98,6 +100,7 @@ std::vector<std::optional<Error>> run(
         }
         const auto offer = [&] {
           if (instead_of_offer) instead_of_offer(member);
+          if (offer_of) return member.offered = offer_of(rank);
           return member.offered = memory_of(elements(rank), own.size() > 1, words);
         };
         member.window = RmaWindow::open(std::move(setup), offer);
@@ -242,6 +245,80 @@ TEST_F(RmaWindowTest, WhatDoesNotFitIsRefusedBeforeAByteMoves) {
         },
         [](int rank) { return rank == 1 ? 12 : 5; }));
   }
+}
+
+// In a node copy engines write it; to other nodes the NIC, from the memory that the node maps.
+TEST_F(RmaWindowTest, GpuMemory) {
+  driver();
+  pretend_dma_buf(1, 100);
+  const test::Pretended before = test::pretended();
+  for (const auto& nodes : {std::vector<int>{0, 0}, {0, 0, 0}, {0, 0, 1, 1}}) {
+    const int size = static_cast<int>(nodes.size());
+    std::vector<void*> pools(size);
+    const auto offer = [&](int rank) {
+      RmaWindow::Memory memory;
+      memory.elements = 1000, memory.item = sizeof(uint32_t), memory.type = 7;
+      pools[rank] = ark_pool_alloc(8192, rank, nullptr);
+      memory.where = rdma::Where::gpu;
+      memory.device = rank;
+      memory.data = static_cast<std::byte*>(pools[rank]) + 256;
+      memory.gpu = find_shareable(memory.data, 4000);
+      return memory;
+    };
+    expect_no_errors(run(
+        nodes,
+        [&](Member& member) {
+          RmaWindow& window = *member.window;
+          const auto context = context_of("exchange");
+          void* const staged = ark_pool_alloc(4096, member.rank, nullptr);
+          auto* const words = static_cast<uint32_t*>(staged);
+          for (uint32_t round = 0; round < 5; ++round) {
+            std::fill(words, words + 100, 1000 * round + member.rank);
+            for (int peer = 0; peer < size; ++peer) {
+              const auto transfer =
+                  window.put(context, peer, 7, words, 100, 100 * member.rank, nullptr, rdma::Where::gpu);
+              while (transfer && !window.wait(context, peer, *transfer, Clock::now() + milliseconds(100))) {
+              }
+              window.signal(context, peer);
+            }
+            for (int peer = 0; peer < size; ++peer) {
+              EXPECT_TRUE(window.wait(context, peer, window.expect(context, peer), Clock::time_point::max()));
+              for (int i = 0; i < 100; ++i) EXPECT_EQ(member.words()[100 * peer + i], 1000 * round + peer);
+            }
+            for (int peer = 0; peer < size; ++peer) window.signal(context, peer);
+            for (int peer = 0; peer < size; ++peer)
+              window.wait(context, peer, window.expect(context, peer), Clock::time_point::max());
+          }
+          for (int peer = 0; peer < size; ++peer)
+            EXPECT_EQ(window.mapped(peer).first != nullptr, nodes[peer] == nodes[member.rank]);
+          ark_pool_free(staged, 4096, member.rank, nullptr);
+        },
+        [](int) { return 1000; }, {}, offer));
+    for (int rank = 0; rank < size; ++rank) ark_pool_free(pools[rank], 8192, rank, nullptr);
+  }
+  EXPECT_EQ(test::pretended(), before);
+}
+
+TEST_F(RmaWindowTest, ANodesRanksOfferOneKindOfMemory) {
+  driver();
+  std::vector<uint32_t> own;
+  void* const pool = ark_pool_alloc(8192, 1, nullptr);
+  const auto offer = [&](int rank) {
+    if (rank == 0) return memory_of(1000, true, own);
+    RmaWindow::Memory memory;
+    memory.elements = 1000, memory.item = sizeof(uint32_t), memory.type = 7;
+    memory.where = rdma::Where::gpu, memory.device = 1;
+    memory.data = static_cast<std::byte*>(pool);
+    memory.gpu = find_shareable(pool, 4000);
+    return memory;
+  };
+  for (const auto& error : run(
+           {0, 0}, [](Member&) { FAIL() << "there is no window"; }, [](int) { return 1000; }, {}, offer)) {
+    ASSERT_TRUE(error);
+    EXPECT_NE(std::string(error->what()).find("that of rank 0 on the CPU, that of rank 1 on a GPU"), std::string::npos)
+        << error->what();
+  }
+  ark_pool_free(pool, 8192, 1, nullptr);
 }
 
 TEST_F(RmaWindowTest, WhatOneRankLacksIsEveryRanksError) {

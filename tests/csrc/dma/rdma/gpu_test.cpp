@@ -1,10 +1,10 @@
-// GPU memory over a pretended NIC and a pretended driver: which path is found and why, messages by either path at each
-// end, registrations of memory that was freed.
+// GPU memory over a pretended NIC and a pretended driver: which path is found and why, messages from and to it,
+// registrations of memory that was freed.
 #include <cstring>
 #include <thread>
 
 #include "cuda/device_memory.hpp"
-#include "dma/rdma/gpu_transfers.hpp"
+#include "dma/rdma/gpu_memory.hpp"
 #include "support.hpp"
 #include "support/pretended_driver.hpp"
 
@@ -12,7 +12,6 @@ namespace ark::rdma_test {
 namespace {
 
 using rdma::GpuPath;
-using rdma::GpuTransfers;
 using rdma::Where;
 
 class GpuTest : public RdmaTest {
@@ -53,91 +52,31 @@ TEST_F(GpuTest, TheReasonOfAPathIsTold) {
   EXPECT_NE(path.reason.find("libibverbs has no ibv_reg_dmabuf_mr"), std::string::npos);
 }
 
-struct Ends {
-  bool sender_direct, receiver_direct;
-  int rails;
-};
-
-class GpuPaths : public GpuTest, public ::testing::WithParamInterface<Ends> {};
-
-TEST_P(GpuPaths, MessagesOfEverySizeArrive) {
-  const Ends ends = GetParam();
-  Group group(2, {}, pretended_options(), 1024, ends.rails);
-  const auto path_of = [](bool direct) { return direct ? GpuPath{true, ""} : GpuPath{false, "a test wants it so"}; };
-  const uint64_t before = pretend_counts()->dma_bufs;
-  {
-    const GpuTransfers::Setup setup{.gpu = 0, .chunk_bytes = 512 << 10, .chunks = 3};
-    GpuTransfers sender(group.ranks[0], setup, path_of(ends.sender_direct));
-    GpuTransfers receiver(group.ranks[1], setup, path_of(ends.receiver_direct));
-    const size_t small = group[0].most_small();
-    for (const size_t bytes : {size_t{1}, small, small + 1, (size_t{512} << 10) - 1, (size_t{512} << 10) + 1,
-                               (size_t{512} << 10) + small + 1, (size_t{9} << 20) + 12345}) {
+// Messages and puts of GPU memory at either end, beside memory of the host at the other.
+TEST_F(GpuTest, GpuMemoryMeetsMemoryOfEitherKind) {
+  constexpr size_t kBytes = (1 << 20) + 12345;
+  for (const int rails : {1, 2}) {
+    Group group(2, {}, pretended_options(), 1024, rails);
+    const uint64_t before = pretend_counts()->dma_bufs;
+    for (const bool from_gpu : {true, false}) {
       // Neither begins where its allocation does.
-      const auto source = DeviceMemory::allocate(0, bytes + 100), target = DeviceMemory::allocate(1, bytes + 300);
-      const auto data = pattern(bytes, static_cast<uint32_t>(bytes));
-      std::memcpy(source.data() + 100, data.data(), bytes);
-      std::thread there([&] { receiver.receive(0, 4, target.data() + 200, bytes, soon()); });
-      sender.send(1, 4, source.data() + 100, bytes, soon());
-      there.join();
-      EXPECT_EQ(std::memcmp(target.data() + 200, data.data(), bytes), 0) << bytes;
+      const auto source = DeviceMemory::allocate(0, kBytes + 100), target = DeviceMemory::allocate(1, kBytes + 300);
+      const auto data = pattern(kBytes, static_cast<uint32_t>(rails));
+      std::memcpy(source.data() + 100, data.data(), kBytes);
+      const auto received = group[1].receive(0, 4, target.data() + 200, kBytes, from_gpu ? Where::host : Where::gpu);
+      const auto sent = group[0].send(1, 4, source.data() + 100, kBytes, from_gpu ? Where::gpu : Where::host);
+      ASSERT_TRUE(received->wait_until(soon()));
+      ASSERT_TRUE(sent->wait_until(soon()));
+      EXPECT_EQ(std::memcmp(target.data() + 200, data.data(), kBytes), 0);
       EXPECT_EQ(target.data()[199], 0);
-      EXPECT_EQ(target.data()[200 + bytes], 0);
+      EXPECT_EQ(target.data()[200 + kBytes], 0);
     }
-  }
-  // What is small goes by the host at both ends.
-  EXPECT_EQ(pretend_counts()->dma_bufs > before, ends.sender_direct || ends.receiver_direct);
-}
-INSTANTIATE_TEST_SUITE_P(Of, GpuPaths,
-                         ::testing::Values(Ends{true, true, 1}, Ends{true, false, 1}, Ends{false, true, 1},
-                                           Ends{false, false, 1}, Ends{true, true, 2}, Ends{false, true, 2}));
-
-// Both ways at once, from several threads.
-TEST_F(GpuTest, TransfersRunSideBySide) {
-  constexpr int kThreads = 3;
-  constexpr size_t kBytes = (3 << 20) + 77;
-  Group group(2);
-  const GpuTransfers::Setup setup{.gpu = 0, .chunk_bytes = 256 << 10, .chunks = 2};
-  std::unique_ptr<GpuTransfers> ends[2];
-  for (int r = 0; r < 2; ++r)
-    ends[r] = std::make_unique<GpuTransfers>(group.ranks[r], setup, GpuPath{r == 0, r == 0 ? "" : "staged"});
-  std::vector<std::thread> threads;
-  for (int r = 0; r < 2; ++r) {
-    for (int n = 0; n < kThreads; ++n) {
-      threads.emplace_back([&, r, n] {
-        const auto memory = DeviceMemory::allocate(0, kBytes);
-        const auto data = pattern(kBytes, 10 * r + n);
-        std::memcpy(memory.data(), data.data(), kBytes);
-        ends[r]->send(1 - r, n, memory.data(), kBytes, soon());
-      });
-      threads.emplace_back([&, r, n] {
-        const auto memory = DeviceMemory::allocate(0, kBytes);
-        ends[r]->receive(1 - r, n, memory.data(), kBytes, soon());
-        EXPECT_EQ(std::memcmp(memory.data(), pattern(kBytes, 10 * (1 - r) + n).data(), kBytes), 0);
-      });
-    }
-  }
-  for (auto& thread : threads) thread.join();
-  for (auto& end : ends) end.reset();
-}
-
-TEST_F(GpuTest, AReceiverThatDoesNotComeIsNamedAtTheDeadline) {
-  for (const bool direct : {true, false}) {
-    Group group(2);
-    GpuTransfers sender(group.ranks[0], {}, {direct, direct ? "" : "staged"});
-    const auto memory = DeviceMemory::allocate(0, 4 << 20);
-    try {
-      sender.send(1, 4, memory.data(), 4 << 20, Clock::now() + std::chrono::milliseconds(20));
-      FAIL();
-    } catch (const Error& error) {
-      EXPECT_EQ(error.kind(), ErrorKind::timeout);
-      EXPECT_EQ(error.context().peer, 1);
-    }
+    EXPECT_GT(pretend_counts()->dma_bufs, before);
   }
 }
 
 TEST_F(GpuTest, WhatIsNoGpuMemoryIsTheCallersError) {
   Group group(2);
-  GpuTransfers sender(group.ranks[0], {}, {true, ""});
   std::vector<std::byte> host(2 << 20);
   const auto refusal = [](const std::function<void()>& body) {
     try {
@@ -147,8 +86,9 @@ TEST_F(GpuTest, WhatIsNoGpuMemoryIsTheCallersError) {
     }
     return std::string("nothing");
   };
-  EXPECT_NE(refusal([&] { sender.send(1, 4, host.data(), host.size(), soon()); }).find("no GPU memory at this address"),
-            std::string::npos);
+  EXPECT_NE(
+      refusal([&] { group[0].hold(host.data(), host.size(), true, Where::gpu); }).find("no GPU memory at this address"),
+      std::string::npos);
   EXPECT_NE(refusal([&] { group[0].send(1, 4, host.data(), 100, Where::gpu); }).find("too small"), std::string::npos);
 }
 

@@ -1,12 +1,13 @@
 // Collectives over several nodes on a pretended NIC: the CPU plays the kernels between nodes, requests go through real
 // rings, and shared memory of the CPU stands for the GPUs of a node.
 #include <cstring>
-#include <numeric>
+#include <span>
 
 #include "collectives/cpu/ranks.hpp"
 #include "collectives/cuda/between/nodes_communicator.hpp"
 #include "dma/rdma/support.hpp"
 #include "support/between_player.hpp"
+#include "support/night.hpp"
 #include "support/pretended_driver.hpp"
 
 namespace ark::rdma_test {
@@ -122,6 +123,7 @@ class NodesTest : public RdmaTest {
  protected:
   void SetUp() override {
     driver();
+    test::run_ranks(2, [](ShmCommunicator&, int) {});  // threads of the process have descriptors, once
     RdmaTest::SetUp();
     pretend_dma_buf(1, 100);
   }
@@ -151,13 +153,13 @@ std::vector<float> sums(int size, size_t count, size_t from = 0, float by = 1) {
 class NodesForms : public NodesTest, public ::testing::WithParamInterface<Form> {};
 
 // From a word to what takes every slot several times and, for slices, more than the scratch memory.
-constexpr size_t kCounts[] = {1, 77, 5000, 40001, 300007};
+const std::vector<size_t> kCounts{1, 5000, 40001, 77, 300007};
 
 TEST_P(NodesForms, EveryCollectiveOfEverySize) {
   World world(GetParam());
   const int size = world.size();
   const auto thrown = world.run([&](Communicator& group, World::Rank&, int me) {
-    for (const size_t count : kCounts) {
+    for (const size_t count : std::span(kCounts).first(2 + test::cases(3))) {
       const auto what = [&](Kind kind, ReduceOp op = ReduceOp::sum, int root = -1) {
         return world.operation(kind, DType::f32, count, op, root);
       };
@@ -249,12 +251,12 @@ TEST_P(NodesForms, EveryCollectiveOfEverySize) {
   expect_quiet(thrown);
 }
 INSTANTIATE_TEST_SUITE_P(Of, NodesForms,
-                         ::testing::Values(Form{2, 1, 2}, Form{2, 1, 0}, Form{2, 1, 1, 2}, Form{3, 1, 1}, Form{2, 2, 4},
-                                           Form{2, 3, 3}, Form{4, 1, 0}));
+                         ::testing::Values(Form{2, 1, 1, 2}, Form{2, 2, 4}, Form{3, 1, 1}, Form{2, 1, 0},
+                                           Form{2, 3, 3}));
 
 // Sums of every type are those of the CPU's group, which adds in the same order; and alike on all ranks.
 TEST_F(NodesTest, TypesAndOperations) {
-  World world({3, 1, 3});
+  constexpr int kRanks = 3;
   constexpr size_t kCount = 50001;
   const struct {
     DType dtype;
@@ -262,12 +264,12 @@ TEST_F(NodesTest, TypesAndOperations) {
   } cases[] = {{DType::bf16, ReduceOp::sum}, {DType::f16, ReduceOp::avg},     {DType::f64, ReduceOp::max},
                {DType::i32, ReduceOp::sum},  {DType::u8, ReduceOp::bor},      {DType::i64, ReduceOp::min},
                {DType::c64, ReduceOp::sum},  {DType::boolean, ReduceOp::band}};
-  const int size = world.size();
-  std::vector<std::vector<uint8_t>> results(size);
+  std::vector<std::vector<uint8_t>> results(kRanks);
   for (const auto& [dtype, op] : cases) {
+    World world({kRanks, 1, 3});
     const size_t bytes = kCount * size_of(dtype);
     std::vector<std::vector<uint8_t>> inputs;
-    for (int r = 0; r < size; ++r) {
+    for (int r = 0; r < kRanks; ++r) {
       inputs.push_back(pattern(bytes, 5 * r + 1));
       // Exponents of moderate size, so that sums are no NaN.
       if (dtype != DType::boolean)
@@ -281,8 +283,8 @@ TEST_F(NodesTest, TypesAndOperations) {
     std::vector<const void*> sources;
     for (const auto& input : inputs) sources.push_back(input.data());
     std::vector<uint8_t> expected(bytes);
-    find_reduce(dtype, op)(expected.data(), nullptr, sources.data(), size, kCount, nullptr);
-    for (int r = 0; r < size; ++r) EXPECT_EQ(results[r], expected) << name_of(dtype) << " " << name_of(op);
+    find_reduce(dtype, op)(expected.data(), nullptr, sources.data(), kRanks, kCount, nullptr);
+    for (int r = 0; r < kRanks; ++r) EXPECT_EQ(results[r], expected) << name_of(dtype) << " " << name_of(op);
   }
 }
 
