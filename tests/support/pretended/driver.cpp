@@ -159,7 +159,8 @@ CUresult cuFuncGetParamInfo(CUfunction function, size_t, size_t* offset, size_t*
                {"loop_kernel", sizeof(loop::Launch<1>)},          {"matmul", sizeof(device::MatmulParams)},
                {"moe_dispatch", sizeof(device::MoeParams)},       {"moe_scatter", sizeof(device::MoeParams)},
                {"moe_gather", sizeof(device::MoeParams)},         {"moe_settle", sizeof(device::SettleParams)},
-               {"moe_product", sizeof(device::MoeProductParams)}, {"peer_test", sizeof(device::PeerTestParams)}};
+               {"moe_product", sizeof(device::MoeProductParams)}, {"peer_test", sizeof(device::PeerTestParams)},
+               {"bulk_two_shot", sizeof(device::TwoShotParams)}};
   *offset = *bytes = 0;
   for (const auto& one : known)
     if (std::strcmp(one.name, reinterpret_cast<const char*>(function)) == 0) *bytes = one.bytes;
