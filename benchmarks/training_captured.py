@@ -46,7 +46,7 @@ def without(part: str) -> Iterator[None]:
 
 
 def captured_step(
-    subject: Subject, model: nn.Module, group: Any, bucket_mb: float, sharded: bool, bits: int | None, registered: bool
+    subject: Subject, model: nn.Module, group: Any, bucket_mb: Any, sharded: bool, bits: int | None, registered: bool
 ) -> CapturedStep:
     if sharded:
         shard(subject, model, group)
@@ -97,11 +97,15 @@ def run_captured(subject: Subject, groups: Groups, mode: str, arguments: argpars
                 step = ddp_step(subject, model, subject.optimizer(model), group, name, None)
             else:
                 bits, registered = compressed.get(name), ablated.get(name) != "plain"
-                captured = captured_step(subject, model, group, arguments.bucket_mb, sharded, bits, registered)
+                mb = "auto" if arguments.auto_buckets else arguments.bucket_mb
+                captured = captured_step(subject, model, group, mb, sharded, bits, registered)
                 step = lambda captured=captured: captured(subject.tokens)  # noqa: E731
             with without(ablated.get(name, "")):
                 for _ in range(5):  # the warm-up, the capture, a replay
                     step()
+                while captured is not None and captured._sizing is not None:
+                    step()
+                step()
                 if captured is not None and subject.gpu and not captured.captured:
                     raise RuntimeError(f"{name} is not captured: {captured.reason}")
                 taken[name].append(timed(subject, step, arguments.steps))

@@ -310,7 +310,11 @@ class CapturedStep:
                 losses[number].copy_(step.run(micro_batches, captured=True))
 
         sums = step.buckets.sums if step.buckets is not None else None
-        with sums.recording(count) if sums is not None else contextlib.nullcontext():
+        with contextlib.ExitStack() as during:
+            if sums is not None:
+                during.enter_context(sums.recording(count))
+            if self._gathered is not None:
+                during.enter_context(self._gathered.as_it_is())
             return _Graph(recorder.record(body), static, losses)
 
     def _settle_captures(self, why: str) -> bool:

@@ -8,8 +8,9 @@ nobody holds the tensor that it gave out. All ranks run the same program, so the
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ class Slots:
         self._group = group
         self._slots: dict[tuple[int, int], list[_Slot]] = {}
         self._refused = False  # the group registers nothing
+        self.grows = True  # not while a graph is captured
 
     def take(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """A tensor of registered memory; None if this gather gets none, on all ranks. A new slot is collective."""
@@ -60,7 +62,7 @@ class Slots:
         slots = self._slots.setdefault((self._stream(device), size), [])
         slot = next((one for one in slots if one.is_free()), None)
         if slot is None:
-            if len(slots) >= MOST or self._is_capturing(device):
+            if len(slots) >= MOST or not self.grows:
                 return None
             memory = self._registered(size, device)
             if memory is None:
@@ -88,9 +90,6 @@ class Slots:
 
     def _stream(self, device: torch.device) -> int:
         return torch.cuda.current_stream(device).cuda_stream
-
-    def _is_capturing(self, device: torch.device) -> bool:
-        return torch.cuda.is_current_stream_capturing()
 
     def _registered(self, size: int, device: torch.device) -> Tensor | None:
         from ark_torch import memory
@@ -141,6 +140,17 @@ class InPlace:
                 self._slots[group] = slots(group)
             module.set_custom_all_gather(_AllGather(own, self._slots[group]))
             self._before.append((module, own))
+
+    @contextlib.contextmanager
+    def as_it_is(self) -> Iterator[None]:
+        """While a graph is captured, when ranks cannot meet: gathers take slots that there are, or other memory."""
+        for slots in self._slots.values():
+            slots.grows = False
+        try:
+            yield
+        finally:
+            for slots in self._slots.values():
+                slots.grows = True
 
     def close(self) -> None:
         """Collective."""

@@ -150,9 +150,7 @@ at::Tensor exchanged(ProcessGroupArk& group, const std::vector<Part>& parts, at:
   std::vector<int64_t> sent, received(parts.size(), static_cast<int64_t>(mine));
   for (const Part& part : parts) sent.push_back(static_cast<int64_t>(part.bytes));
   at::Tensor all = bytes(mine * parts.size(), codes);
-  c10d::AllToAllOptions options;
-  options.asyncOp = false;
-  group.alltoall_base(all, codes, received, sent, options)->wait();
+  all_to_all_single(group, all, codes, received, sent);
   return all;
 }
 

@@ -12,6 +12,7 @@
 #include "cuda/fused/embedding_gradient.cuh"
 #include "jit/kernel.hpp"
 #include "ops/embedding_bag.hpp"
+#include "ops/meeting.hpp"
 #include "ops/tile_result.hpp"
 #include "process_group/cuda/cuda_group.hpp"
 
@@ -116,19 +117,12 @@ std::vector<int64_t> times(const std::vector<int64_t>& counts, int64_t factor) {
   return products;
 }
 
-void all_to_all(ProcessGroupArk& group, at::Tensor& out, at::Tensor& in, std::vector<int64_t> received,
-                std::vector<int64_t> sent) {
-  c10d::AllToAllOptions options;
-  options.asyncOp = false;
-  group.alltoall_base(out, in, received, sent, options)->wait();
-}
-
 at::Tensor forward_unfused(const BagArguments& bags, const Layout& layout, ProcessGroupArk& group, c10::Device device) {
   const int64_t mine = static_cast<int64_t>(bags.tables.size()), each = layout.batch * layout.dim;
   at::Tensor pooled = pool_here(bags, layout, device).flatten();
   at::Tensor received = at::empty({layout.all() * each}, pooled.options());
-  all_to_all(group, received, pooled, times(layout.tables, each),
-             std::vector<int64_t>(layout.tables.size(), mine * each));
+  all_to_all_single(group, received, pooled, times(layout.tables, each),
+                    std::vector<int64_t>(layout.tables.size(), mine * each));
   std::vector<at::Tensor> parts;
   int64_t at = 0;
   for (const int64_t count : layout.tables) {
@@ -146,8 +140,8 @@ at::Tensor gather_unfused(const BagArguments& bags, const Layout& layout, Proces
   for (int r = 0; r < size; ++r)
     parts.push_back(gradient.narrow(1, layout.first(r), layout.tables[r]).transpose(0, 1).flatten());
   at::Tensor sent = at::cat(parts), received = at::empty({size * mine * each}, gradient.options());
-  all_to_all(group, received, sent, std::vector<int64_t>(layout.tables.size(), mine * each),
-             times(layout.tables, each));
+  all_to_all_single(group, received, sent, std::vector<int64_t>(layout.tables.size(), mine * each),
+                    times(layout.tables, each));
   return received.view({size, mine, layout.batch, layout.dim})
       .transpose(0, 1)
       .reshape({mine, size * layout.batch, layout.dim});

@@ -17,7 +17,7 @@ namespace {
 
 using std::to_string;
 
-constexpr const char* kName = "exchange_bags";
+constexpr const char* kExchangeBags = "exchange_bags";
 
 // The data to send: lengths of bags by rank, and the number of entries per table. Values are ordered by rank, then
 // table.
@@ -159,13 +159,6 @@ int64_t sum_of(const std::vector<int64_t>& counts) {
   return std::accumulate(counts.begin(), counts.end(), int64_t{0});
 }
 
-void all_to_all(ProcessGroupArk& group, at::Tensor& out, at::Tensor in, std::vector<int64_t> received,
-                std::vector<int64_t> sent) {
-  c10d::AllToAllOptions options;
-  options.asyncOp = false;
-  group.alltoall_base(out, in, received, sent, options)->wait();
-}
-
 // Reorders from [rank, table] to [table, rank]; `counts` holds the lengths of the pieces.
 std::vector<at::Tensor> by_own_table(const at::Tensor& received, const std::vector<std::vector<int64_t>>& counts,
                                      const std::vector<int64_t>& begins) {
@@ -186,7 +179,8 @@ std::vector<at::Tensor> by_own_table(const at::Tensor& received, const std::vect
 void compare_cards(const CallSite& site, const std::vector<Card>& cards) {
   const int size = static_cast<int>(cards.size());
   const auto differ = [&](int rank, const std::string& what, const std::string& remedy) {
-    throw Error(ErrorKind::mismatch, "rank " + to_string(rank) + what, ErrorContext{site.rank, rank, kName, 0, remedy});
+    throw Error(ErrorKind::mismatch, "rank " + to_string(rank) + what,
+                ErrorContext{site.rank, rank, kExchangeBags, 0, remedy});
   };
   for (int r = 0; r < size; ++r)
     if (cards[r].refused != 0) differ(r, " refused its arguments", "See that rank's error.");
@@ -206,8 +200,8 @@ void compare_cards(const CallSite& site, const std::vector<Card>& cards) {
 ReceivedBags exchange_bags(const BagBatch& batch) {
   return with_torch_errors([&] {
     const at::AutoDispatchBelowADInplaceOrView below;
-    ProcessGroupArk& group = backend_of(batch.group, kName);
-    const CallSite site{group.getRank(), kName};
+    ProcessGroupArk& group = backend_of(batch.group, kExchangeBags);
+    const CallSite site{group.getRank(), kExchangeBags};
     const int size = group.getSize(), rank = group.getRank();
     const bool whole_tables = !batch.owners.empty();
     std::exception_ptr refused;  // sent first, so that no rank waits for this one
@@ -259,11 +253,11 @@ ReceivedBags exchange_bags(const BagBatch& batch) {
       from += out, at += bags + in, weights_at += in;
     }
     at::Tensor all = at::empty({at}, parcels.values.options().dtype(type));
-    all_to_all(group, all, at::cat(pieces), received, sent);
+    all_to_all_single(group, all, at::cat(pieces), received, sent);
     at::Tensor weights;
     if (batch.weights) {
       weights = at::empty({weights_at}, parcels.weights.options());
-      all_to_all(group, weights, parcels.weights, received_values, sent_values);
+      all_to_all_single(group, weights, parcels.weights, received_values, sent_values);
     }
     ReceivedBags bags_of;
     bags_of.trained = std::any_of(cards.begin(), cards.end(), [](const Card& one) { return one.trained != 0; });

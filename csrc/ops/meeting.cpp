@@ -22,6 +22,13 @@ ProcessGroupArk& backend_of(const std::string& group, const char* operation) {
       ErrorContext{made->getRank(), -1, operation, 0, "Make it with init_process_group(\"ark\") or new_group."});
 }
 
+void all_to_all_single(ProcessGroupArk& group, at::Tensor& out, at::Tensor in, std::vector<int64_t> received,
+                       std::vector<int64_t> sent) {
+  c10d::AllToAllOptions options;
+  options.asyncOp = false;
+  group.alltoall_base(out, in, received, sent, options)->wait();
+}
+
 std::vector<std::vector<int64_t>> tell_all(ProcessGroupArk& group, const std::vector<int64_t>& words,
                                            std::chrono::milliseconds timeout) {
   const int size = group.getSize();

@@ -1,4 +1,4 @@
-// What operators need from a group before they begin: its backend, and an exchange of words between all ranks' hosts.
+// What operators need from a group: its backend, an all-to-all, and an exchange of words between all ranks' hosts.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -14,6 +14,10 @@ namespace ark::ops {
 
 // Returns the group's backend. `operation`: the operator's name in errors.
 ProcessGroupArk& backend_of(const std::string& group, const char* operation);
+
+// torch.distributed.all_to_all_single(), and the wait for it. Sizes count elements of flat tensors, by rank.
+void all_to_all_single(ProcessGroupArk& group, at::Tensor& out, at::Tensor in, std::vector<int64_t> received,
+                       std::vector<int64_t> sent);
 
 // Collective, on CPU tensors: returns all ranks' words, by rank. Every rank passes equally many. Zero: the group's
 // timeout.

@@ -1,5 +1,6 @@
 // Mixtures of experts on CUDA tensors that ark's kernels cannot move: uses PyTorch's operators and the group's
 // all_to_all. The host counts and waits for the device.
+#include "ops/meeting.hpp"
 #include "ops/moe.hpp"
 #include "process_group/cuda/cuda_group.hpp"
 
@@ -35,9 +36,7 @@ at::Tensor exchanged(const at::Tensor& rows, const std::vector<int64_t>& sent, c
   for (size_t r = 0; r < sent.size(); ++r)
     out.push_back(sent[r] * dim), in.push_back(received[r] * dim), all += received[r];
   at::Tensor from = rows.flatten(), to = at::empty({all * dim}, rows.options());
-  c10d::AllToAllOptions options;
-  options.asyncOp = false;
-  group.alltoall_base(to, from, in, out, options)->wait();
+  all_to_all_single(group, to, from, in, out);
   return to.view({all, dim});
 }
 

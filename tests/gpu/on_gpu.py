@@ -25,6 +25,7 @@ ENV: dict[str, str | None] = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "ARK_TEST_DEVICE": "cuda",  # for the scripts of tests/distributed
+    "ARK_TUNE": "0",  # the built-in dispatch on every GPU
     **({"ARK_SHARE_GPU": "1"} if SHARED else {}),
 }
 OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")

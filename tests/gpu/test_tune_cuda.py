@@ -81,12 +81,12 @@ def _first_use(rank: Rank, cache: str) -> tuple[dict[str, int], list[str], list[
 
 
 def test_first_use_on_an_unknown_gpu(tmp_path: Path) -> None:
-    first = run(_first_use, str(tmp_path), own=True)
+    first = run(_first_use, str(tmp_path), own=True, env={"ARK_TUNE": None})
     print("\n" + "\n".join(first[0][1]))
     assert len(first[0][1]) == 1 and "measured in" in first[0][1][0], first[0][2]
     assert all(numbers == first[0][0] for numbers, _, _ in first) and not any(told for _, told, _ in first[1:])
     (path,) = (tmp_path / "dispatch").glob("*.json")
     ((ranks, kept),) = load_dispatch(str(path))[1]
     assert ranks == len(first) and "one_shot_to" in kept
-    later = run(_first_use, str(tmp_path), own=True)
+    later = run(_first_use, str(tmp_path), own=True, env={"ARK_TUNE": None})
     assert all(numbers == first[0][0] and not told for numbers, told, _ in later), later[0][1]

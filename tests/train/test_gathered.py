@@ -22,7 +22,7 @@ class _OnHost(Slots):
     """Without a GPU: ordinary memory stands in for registered memory."""
 
     every: ClassVar[list[_OnHost]] = []
-    refuses = capturing = False
+    refuses = False
 
     def __init__(self, group: Any) -> None:
         super().__init__(group)
@@ -39,9 +39,6 @@ class _OnHost(Slots):
 
     def _stream(self, device: torch.device) -> int:
         return 0
-
-    def _is_capturing(self, device: torch.device) -> bool:
-        return self.capturing
 
     def _registered(self, size: int, device: torch.device) -> Tensor | None:
         return None if self.refuses else torch.full((size,), 255, dtype=torch.uint8)
@@ -68,7 +65,7 @@ def test_a_slot_is_given_again_when_nobody_holds_it() -> None:
     assert slots.take(100, torch.uint8, torch.device("cpu")) is None, "too small"
     held = [slots.take(1024, torch.uint8, torch.device("cpu")) for _ in range(MOST)]
     assert sum(one is not None for one in held) == MOST - 3
-    slots.capturing = True
+    slots.grows = False
     assert slots.take(2048, torch.uint8, torch.device("cpu")) is None, "a new one needs all ranks"
     del third
     assert slots.take(1024, torch.uint8, torch.device("cpu")) is not None
@@ -105,6 +102,10 @@ def _sharded(rank: Rank) -> None:
             optimizer.zero_grad()
             small.loss(model, small.batch("gpt2", number, rank.rank)).backward()
             optimizer.step()
+        if in_place is not None:
+            with in_place.as_it_is():
+                assert not any(slots.grows for slots in _OnHost.every)
+            assert all(slots.grows for slots in _OnHost.every)
         results.append(torch.cat([p.full_tensor().detach().reshape(-1) for p in model.parameters()]))
         if in_place is None:
             continue

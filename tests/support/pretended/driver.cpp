@@ -168,7 +168,7 @@ CUresult cuFuncGetParamInfo(CUfunction function, size_t, size_t* offset, size_t*
                {"moe_gather", sizeof(device::MoeParams)},         {"moe_settle", sizeof(device::SettleParams)},
                {"moe_product", sizeof(device::MoeProductParams)}, {"moe_layer", sizeof(device::MoeLayerParams)},
                {"between_move", sizeof(device::BetweenParams)},   {"between_add", sizeof(device::BetweenParams)},
-               {"peer_test", sizeof(device::PeerTestParams)}};
+               {"bulk_two_shot", sizeof(device::TwoShotParams)},  {"peer_test", sizeof(device::PeerTestParams)}};
   *offset = *bytes = 0;
   for (const auto& one : known)
     if (std::strcmp(one.name, reinterpret_cast<const char*>(function)) == 0) *bytes = one.bytes;
