@@ -27,7 +27,26 @@ namespace ark::device {
 
 #if defined(__CUDACC__)
 
-template <class Format, int kRows, int kColumns, bool kGated, MoeActivation kActivation>
+// A sum of times of one warp, in cycles, and how often; nothing unless profiled.
+template <bool kOn>
+struct MoeTime {
+  long long since = 0, sum = 0, count = 0;
+  __device__ __forceinline__ void begin() {
+    if constexpr (kOn) since = clock64();
+  }
+  __device__ __forceinline__ void end() {
+    if constexpr (kOn) sum += clock64() - since, ++count;
+  }
+  __device__ __forceinline__ void tell(const MoeLayerParams& p, MoeStamp stamp) const {
+    if constexpr (kOn) {
+      if (threadIdx.x % 32 != 0) return;
+      long long* const to = p.stamps + (blockIdx.x * kMoeStamps + static_cast<uint32>(stamp)) * 2;
+      to[0] = sum, to[1] = count;
+    }
+  }
+};
+
+template <class Format, int kRows, int kColumns, bool kGated, MoeActivation kActivation, bool kProfiled>
 struct MoeLayer {
   using Product = MoeProduct<Format, kRows, kColumns, kGated, kActivation>;
   static constexpr MatmulShape kShape{kRows, kColumns};
@@ -39,6 +58,7 @@ struct MoeLayer {
   static_assert(kStages + 5 <= static_cast<int>(kQueue));
   using Rows = MoeLayerRows<Format, kRows, kShape.threads()>;
   using Element = typename MatmulElement<Format>::Type;
+  using Time = MoeTime<kProfiled>;
 
   struct Shared {
     uint64 full[kStages], empty[kStages];
@@ -128,16 +148,19 @@ struct MoeLayer {
   __device__ __forceinline__ void bring() {
     uint32 stage = 0, parity = 1;  // of the next columns
     uint32 rows_stage = 0;         // of the next rows
+    Time rows_wait, stage_wait;
     for (uint32 n = 0;; ++n) {
       const MoeTask task = task_at(n);
-      if (task.kind == MoeTask::none) return;
+      if (task.kind == MoeTask::none) break;
       if (lane() == 0) tell_block(shared.begun, n + 1);
       const bool is_first = task.kind == MoeTask::first;
       const uint32 steps = steps_of(task.kind), boxes = (task.rows + kBox - 1) / kBox;
       const int line = static_cast<int>(task.expert * (is_first ? p.lines : p.dim) + task.column);
       const auto load_columns = [&](uint32 step) {
+        stage_wait.begin();
         while (!barrier_passed(&shared.empty[stage], parity)) {
         }
+        stage_wait.end();
         if (lane() == 0) {
           uint64* const full = &shared.full[stage];
           const uint32 to = ring + stage * kShape.stage_bytes() + kRows * 128;
@@ -157,7 +180,9 @@ struct MoeLayer {
       if (hear_block(shared.ready) <= n) {
         const uint32 early = min(steps, static_cast<uint32>(kStages));
         ARK_ROLLED for (; loaded < early && hear_block(shared.ready) <= n; ++loaded) load_columns(loaded);
+        rows_wait.begin();
         while (hear_block(shared.ready) <= n) __nanosleep(20);
+        rows_wait.end();
       }
       const TensorMap& from = is_first ? p.rows : p.inner;
       ARK_ROLLED for (uint32 step = 0; step < steps; ++step) {
@@ -172,18 +197,21 @@ struct MoeLayer {
         if (++rows_stage == kStages) rows_stage = 0;
       }
     }
+    rows_wait.tell(p, MoeStamp::bring_rows), stage_wait.tell(p, MoeStamp::bring_stage);
   }
 
   // The work of one warp: stores what the groups have written to shared memory, and counts it. Plain stores: the copy
   // engine works in order, so its stores would wait for all loads ahead of them, and tiles for its stores.
   __device__ __forceinline__ void store() {
+    Time storing, telling;
     for (uint32 n = 0;; ++n) {
       const MoeTask task = task_at(n);
-      if (task.kind == MoeTask::none) return;
+      if (task.kind == MoeTask::none) break;
       if (lane() < kWarps)
         while (hear_block(shared.laid[lane()]) <= n) __nanosleep(40);
       __syncwarp();
       const bool lost = hear_block(shared.lost) != 0;
+      storing.begin();
       if (!lost) {
         if (task.kind == MoeTask::first)
           store_rows<true>(task);
@@ -192,7 +220,9 @@ struct MoeLayer {
       }
       __syncwarp();
       if (lane() == 0) tell_block(shared.left, n + 1);
+      storing.end();
       if (lost) continue;
+      telling.begin();
       if (task.kind == MoeTask::first) {
         if (lane() == 0) TileExchange::add_here(&own()->group_tiles[task.group]);
       } else {
@@ -203,7 +233,9 @@ struct MoeLayer {
           TileExchange::add_ordered(&p.links.control[source]->slot_tiles[slot]);
         }
       }
+      telling.end();
     }
+    storing.tell(p, MoeStamp::storing), telling.tell(p, MoeStamp::telling);
   }
 
   template <bool kFirst>
@@ -255,16 +287,25 @@ struct MoeLayer {
     const uint32 right = shared_matrix(ring + kRows * 128, 8192);
     uint32 stage = 0, parity = 0;
     float sums[kOver][4];
+    Time task_wait, loads_wait, left_wait, firsts, seconds;
     for (uint32 n = 0;; ++n) {
+      task_wait.begin();
       const MoeTask& task = task_at(n);
+      task_wait.end();
       const uint32 kind = task.kind, height = task.rows;
-      if (kind == MoeTask::none) return;
+      if (kind == MoeTask::none) break;
+      if (kind == MoeTask::first)
+        firsts.begin();
+      else
+        seconds.begin();
       const uint32 steps = steps_of(kind);
       ARK_UNROLL for (int j = 0; j < kOver; ++j) ARK_UNROLL for (int e = 0; e < 4; ++e) sums[j][e] = 0;
       uint32 before = 0;  // the stage being multiplied
       ARK_ROLLED for (uint32 step = 0; step < steps; ++step) {
+        loads_wait.begin();
         while (!barrier_passed(&shared.full[stage], parity)) {
         }
+        loads_wait.end();
         begin_group_multiply();
         ARK_UNROLL for (int k = 0; k < 4; ++k)
             group_multiply_add<Element, false, false>(sums, moved_matrix(left, stage * kShape.stage_bytes() + k * 32),
@@ -278,7 +319,9 @@ struct MoeLayer {
       wait_group_multiply(sums);
       if (lane() == 0) barrier_arrive(&shared.empty[before]);
       if (warp * 16 < height) {
+        left_wait.begin();
         while (hear_block(shared.left) < n) __nanosleep(40);
+        left_wait.end();
         if (kind == MoeTask::first)
           lay<true>(sums, warp);
         else
@@ -286,20 +329,31 @@ struct MoeLayer {
       }
       __syncwarp();
       if (lane() == 0) tell_block(shared.laid[warp], n + 1);
+      if (kind == MoeTask::first)
+        firsts.end();
+      else
+        seconds.end();
     }
+    if (warp != 0) return;
+    task_wait.tell(p, MoeStamp::task_wait), loads_wait.tell(p, MoeStamp::loads_wait);
+    left_wait.tell(p, MoeStamp::left_wait);
+    firsts.tell(p, MoeStamp::firsts), seconds.tell(p, MoeStamp::seconds);
   }
 };
 
 // Launch with kShape.threads() threads in one dimension and kShape.shared_bytes() of dynamic shared memory.
-template <class Format, int kRows, int kColumns, bool kGated, MoeActivation kActivation>
+template <class Format, int kRows, int kColumns, bool kGated, MoeActivation kActivation, bool kProfiled = false>
 __device__ __forceinline__ void moe_layer(const MoeLayerParams& p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Kernel = MoeLayer<Format, kRows, kColumns, kGated, kActivation>;
+  using Kernel = MoeLayer<Format, kRows, kColumns, kGated, kActivation, kProfiled>;
+  using Time = MoeTime<kProfiled>;
   constexpr bool kMoves = kRows == 128;  // registers, from the first warp group to the others
   static_assert(sizeof(MoeScratch) <= Kernel::kShape.ring_bytes());
   extern __shared__ char memory[];
   __shared__ typename Kernel::Shared shared;
   begin_kernel();
+  Time whole, prepared, sent, multiplied, added;
+  whole.begin(), prepared.begin();
   TileExchange exchange(p.links);
   if (threadIdx.x < Kernel::kStages) {
     barrier_init(&shared.full[threadIdx.x], 1);
@@ -317,7 +371,9 @@ __device__ __forceinline__ void moe_layer(const MoeLayerParams& p) {
   Kernel kernel{p, exchange, shared, rows, shared_address(memory) + offset};
   const uint32 group = threadIdx.x / 128, warp = threadIdx.x / 32;
   // The first and the third already load weights.
+  prepared.end(), sent.begin();
   if (warp != 0 && warp != 2) rows.send(warp == 1 ? 0 : warp - 2, blockDim.x / 32 - 2);
+  sent.end(), multiplied.begin();
   if (group == 0) {
     if constexpr (kMoves) give_registers<72>();
     if (warp == 0)
@@ -330,11 +386,20 @@ __device__ __forceinline__ void moe_layer(const MoeLayerParams& p) {
   } else {
     if constexpr (kMoves) take_registers<216>();
     kernel.multiply_tiles(group - 1);
+    multiplied.end(), added.begin();
     rows.add_rows(shared.added);
+    added.end();
   }
   // Another object, so that none of its registers is kept while tiles are multiplied.
   TileExchange end(p.links, 0, false);
   end.finish(true, [&] { rows.clear(); });
+  if constexpr (kProfiled) {
+    whole.end();
+    if (warp == 4) {
+      whole.tell(p, MoeStamp::whole), prepared.tell(p, MoeStamp::prepared), sent.tell(p, MoeStamp::sent);
+      multiplied.tell(p, MoeStamp::multiplied), added.tell(p, MoeStamp::added);
+    }
+  }
 #endif
 }
 
