@@ -105,6 +105,9 @@ at::Tensor moe_gather_cuda(const MoeRows& call, ProcessGroupArk& group);
 std::optional<at::Tensor> moe_layer_cuda(const MoeDispatch& call, ProcessGroupArk& group);
 // The same in one kernel (moe_fused.cpp).
 std::optional<at::Tensor> moe_layer_fused(const MoeDispatch& call, ProcessGroupArk& group);
+// Has later launches of that kernel in this process write their times (device::MoeStamp) to `stamps`, int64
+// [blocks, 14, 2] on the device; none: no more.
+void moe_layer_profile(const std::optional<at::Tensor>& stamps);
 // Why that kernel cannot take the call; empty: it can.
 std::string why_not_fused(const MoeDispatch& call);
 // Whether it is the faster form by measurement, for a call that it can take.

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <mutex>
 
 #include "jit/kernel.hpp"
 #include "ops/moe_shapes.hpp"
@@ -24,7 +25,7 @@ constexpr bool kPrefersFused = false;
 // have in common, which the inner dimension is not: for each 64 of it, a tile of the second product takes a step, and
 // the first product as many steps as that has tiles. Tiles of the second product that fill no wave run beside the
 // first.
-MatmulShape shape_of(const MoeDispatch& call, int size) {
+MatmulShape tile_shape(const MoeDispatch& call, int size) {
   const int64_t local = call.experts / size, dim = call.x.size(1);
   const int64_t rows = std::min(call.max_rows, call.max_tokens * call.topk_ids.size(1)) / local;  // on average
   size_t best = 0;
@@ -48,7 +49,20 @@ uint64_t layout_of(const MoeDispatch& call, const MatmulShape& shape) {
                           call.experts, call.max_tokens, call.max_rows, shape.rows, shape.columns});
 }
 
+// Of launches that are profiled.
+std::mutex profile_mutex;
+std::optional<at::Tensor> profile_stamps;
+
 }  // namespace
+
+void moe_layer_profile(const std::optional<at::Tensor>& stamps) {
+  if (stamps && (!stamps->is_cuda() || stamps->scalar_type() != at::kLong || !stamps->is_contiguous() ||
+                 stamps->dim() != 3 || stamps->size(1) != device::kMoeStamps || stamps->size(2) != 2))
+    refuse({-1, "moe_layer_profile"}, ErrorKind::invalid_argument, "stamps is " + shape_of(*stamps),
+           "Pass zeros of int64 on a GPU, [blocks, " + std::to_string(device::kMoeStamps) + ", 2].");
+  const std::lock_guard lock(profile_mutex);
+  profile_stamps = stamps;
+}
 
 std::string why_not_fused(const MoeDispatch& call) {
   if (!call.x.is_cuda()) return "it needs CUDA tensors";
@@ -75,7 +89,7 @@ std::optional<at::Tensor> moe_layer_fused(const MoeDispatch& call, ProcessGroupA
   const at::Tensor x = readable(call.x), w1 = readable(call.w1->contiguous()), w2 = readable(call.w2->contiguous());
   const int64_t dim = x.size(1), ffn = w2.size(2), lines = w1.size(1), local = w1.size(0), k = call.topk_ids.size(1);
   const bool gated = lines != ffn;
-  const MatmulShape shape = shape_of(call, group.getSize());
+  const MatmulShape shape = tile_shape(call, group.getSize());
   const int64_t out_columns = gated ? shape.columns / 2 : shape.columns;
   const at::Tensor out = at::empty({x.size(0), dim}, x.options());
   const at::Tensor hidden = at::empty({call.max_rows, ffn}, x.options());
@@ -96,6 +110,12 @@ std::optional<at::Tensor> moe_layer_fused(const MoeDispatch& call, ProcessGroupA
   params.tiles[0] = static_cast<uint32_t>(in_wholes(ffn, out_columns));
   params.tiles[1] = static_cast<uint32_t>(in_wholes(dim, shape.columns));
   params.narrow_ids = call.topk_ids.scalar_type() == at::kInt;
+  std::optional<at::Tensor> stamps;
+  {
+    const std::lock_guard lock(profile_mutex);
+    if (profile_stamps && profile_stamps->device() == device) stamps = profile_stamps;
+  }
+  if (stamps) params.stamps = reinterpret_cast<long long*>(stamps->data_ptr<int64_t>());
   const MoeBlocks blocks(row_bytes_of(x), call.max_rows, call.max_tokens, k);
   params.slots = blocks.rows;
   bool launched = false;
@@ -103,9 +123,10 @@ std::optional<at::Tensor> moe_layer_fused(const MoeDispatch& call, ProcessGroupA
     if (on.communicator.on_host()) return;  // tiles and their sums need peers' memory
     params.links = on.links(0, layout_of(call, shape));
     params.rows = map_of(on.place.data, dim, call.max_rows, dim, 16);
-    const jit::Kernel& kernel =
-        jit::KernelLibrary::of(device.index())
-            .get(moe_layer_stub(dtype_of(x.scalar_type()), shape, gated, activation_of(call.activation)), "moe_layer");
+    const jit::Kernel& kernel = jit::KernelLibrary::of(device.index())
+                                    .get(moe_layer_stub(dtype_of(x.scalar_type()), shape, gated,
+                                                        activation_of(call.activation), stamps.has_value()),
+                                         "moe_layer");
     const auto threads = static_cast<unsigned>(shape.threads());
     const auto shared = static_cast<size_t>(shape.shared_bytes());
     const int64_t grid =

@@ -252,6 +252,7 @@ TORCH_LIBRARY(ark, library) {
       "moe_layer(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w1, Tensor w2, str group_name, "
       "int num_experts, str activation, SymInt max_tokens, SymInt max_rows, bool met, int trained, str form='auto') -> "
       "(Tensor out, Tensor rows, Tensor counts, Tensor places, Tensor rank_counts, Tensor y)");
+  library.def("moe_layer_profile(Tensor(a!)? stamps) -> ()");
   library.def(
       "moe_dispatch(Tensor x, Tensor topk_ids, str group_name, int num_experts, SymInt max_tokens, SymInt max_rows, "
       "bool met, int trained) -> (Tensor rows, Tensor counts, Tensor places, Tensor rank_counts)");
@@ -294,6 +295,7 @@ TORCH_LIBRARY_IMPL(ark, CompositeExplicitAutograd, library) {
   library.impl("moe_layout", &moe_layout);
   library.impl("moe_dispatch", &moe_dispatch);
   library.impl("moe_layer", &moe_layer);
+  library.impl("moe_layer_profile", &ark::ops::moe_layer_profile);
   library.impl("moe_scatter", &moe_scatter);
   library.impl("moe_gather", &moe_gather);
   library.impl("moe_experts", &moe_experts);

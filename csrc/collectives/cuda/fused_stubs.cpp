@@ -160,10 +160,11 @@ std::string moe_product_stub(DType dtype, device::MatmulShape shape, bool gated,
                                                                    shape.threads());
 }
 
-std::string moe_layer_stub(DType dtype, device::MatmulShape shape, bool gated, device::MoeActivation activation) {
-  return "#include \"cuda/fused/moe_layer.cuh\"\n" + fused_entry("moe_layer", "MoeLayerParams",
-                                                                 experts_arguments(dtype, shape, gated, activation),
-                                                                 shape.threads());
+std::string moe_layer_stub(DType dtype, device::MatmulShape shape, bool gated, device::MoeActivation activation,
+                           bool profiled) {
+  return "#include \"cuda/fused/moe_layer.cuh\"\n" +
+         fused_entry("moe_layer", "MoeLayerParams",
+                     experts_arguments(dtype, shape, gated, activation) + (profiled ? ", true" : ""), shape.threads());
 }
 
 std::vector<Stub> representative_fused_stubs() {

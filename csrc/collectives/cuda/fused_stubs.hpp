@@ -34,7 +34,8 @@ std::string matmul_stub(DType dtype, device::MatmulShape shape, bool across, dev
 // Entry "moe_product", for Hopper; bf16 or f16.
 std::string moe_product_stub(DType dtype, device::MatmulShape shape, bool gated, device::MoeActivation activation);
 // Entry "moe_layer", for Hopper; bf16 or f16.
-std::string moe_layer_stub(DType dtype, device::MatmulShape shape, bool gated, device::MoeActivation activation);
+std::string moe_layer_stub(DType dtype, device::MatmulShape shape, bool gated, device::MoeActivation activation,
+                           bool profiled = false);
 // The available tile shapes.
 inline constexpr device::MatmulShape kMatmulShapes[] = {{128, 256}, {128, 128}, {64, 128}, {64, 64}};
 

@@ -13,6 +13,25 @@ namespace ark::device {
 
 inline constexpr uint32 kMostLayerExperts = 256;  // of all ranks; their tables are in shared memory
 
+// What a profiled launch tells of each block: two numbers each, cycles and how often (benchmarks/moe_profile.py).
+enum class MoeStamp : uint32 {
+  whole,
+  prepared,
+  sent,
+  multiplied,
+  added,  // of a warp that multiplies
+  task_wait,
+  loads_wait,
+  left_wait,
+  firsts,
+  seconds,  // of the same, while it multiplies
+  bring_rows,
+  bring_stage,
+  storing,
+  telling,  // of the warps that load and store
+};
+inline constexpr uint32 kMoeStamps = 14;
+
 struct MoeLayerParams {
   TensorMap rows, w1, inner, w2;  // rows and inner in boxes of 16 rows, weights in boxes of a tile's columns
   TileLinks links;                // to the place of the experts' rows, which slots follow
@@ -29,6 +48,7 @@ struct MoeLayerParams {
   uint32 lines;     // of w1, per expert
   uint32 tiles[2];  // of columns, of each product
   bool narrow_ids;
+  long long* stamps;  // [blocks, kMoeStamps, 2], if profiled
 
   ARK_HOST_DEVICE uint32 row_bytes() const { return dim * 2; }
   ARK_HOST_DEVICE uint32 units() const { return dim / 8; }
