@@ -261,7 +261,8 @@ class ProcessGroupArk : public c10d::Backend {
   c10::Device device_of(const Call& call) const;  // of all tensors; refuses several devices
   std::shared_ptr<CudaGroup> cuda_side(const char* operation, c10::Device device);
   std::shared_ptr<CudaGroup> join_on(const char* operation, c10::Device device);
-  CudaDispatch find_dispatch(KeyValueStore& store, c10::Device device, const std::function<void()>& check);
+  using Check = std::function<void()>;  // called between waits; throws what ends them
+  CudaDispatch find_dispatch(KeyValueStore& store, c10::Device device, const std::function<Check()>& make_check);
   [[noreturn]] void fail_cuda(KeyValueStore& store, Error error);
   static void raise_peers_cuda_failure(KeyValueStore& store, int rank);
   static void raise_last_words(KeyValueStore& store, int rank);

@@ -96,16 +96,19 @@ std::shared_ptr<CudaGroup> ProcessGroupArk::join_on(const char* operation, c10::
       options.device = device.index();
       options.timeout = std::chrono::milliseconds(core_->timeout_ms.load());
       options.device_each = !options_->share_gpu;
-      options.check = [store, check = ends_with(core_->shm->health(), options.timeout), rank = rank_] {
-        try {
-          check();
-        } catch (const Error&) {
-          raise_last_words(*store, rank);
-          throw;
-        }
-        raise_peers_cuda_failure(*store, rank);
+      const auto make_check = [&]() -> Check {
+        return [store, check = ends_with(core_->shm->health(), options.timeout), rank = rank_] {
+          try {
+            check();
+          } catch (const Error&) {
+            raise_last_words(*store, rank);
+            throw;
+          }
+          raise_peers_cuda_failure(*store, rank);
+        };
       };
-      options.dispatch = find_dispatch(*store, device, options.check);
+      options.dispatch = find_dispatch(*store, device, make_check);
+      options.check = make_check();
       options.note = [core = core_.get()](const Error& error) { core->device_gives_up(error); };
       options.log = [core = core_.get()](const Error& error) { core->device_gave_up(error); };
       auto communicator = CudaCommunicator::create(rank_, size_, store, core_->shm->health(), options, why);
