@@ -103,7 +103,7 @@ def run_captured(subject: Subject, groups: Groups, mode: str, arguments: argpars
             with without(ablated.get(name, "")):
                 for _ in range(5):  # the warm-up, the capture, a replay
                     step()
-                while captured is not None and captured._sizing is not None:
+                while captured is not None and captured._sizing is not None and captured.captured:
                     step()
                 step()
                 if captured is not None and subject.gpu and not captured.captured:

@@ -261,7 +261,8 @@ class ProcessGroupArk : public c10d::Backend {
   c10::Device device_of(const Call& call) const;  // of all tensors; refuses several devices
   std::shared_ptr<CudaGroup> cuda_side(const char* operation, c10::Device device);
   std::shared_ptr<CudaGroup> join_on(const char* operation, c10::Device device);
-  CudaDispatch find_dispatch(KeyValueStore& store, c10::Device device, const std::function<void()>& check);
+  using Check = std::function<void()>;  // called between waits; throws what ends them
+  CudaDispatch find_dispatch(KeyValueStore& store, c10::Device device, const std::function<Check()>& make_check);
   // Over several nodes (cuda/cuda_nodes.cpp). Returns null on all ranks, and sets `why`, if the carrier should have
   // all.
   std::shared_ptr<CudaGroup> join_nodes_on(c10::Device device, std::string& why);

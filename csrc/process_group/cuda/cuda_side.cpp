@@ -100,16 +100,19 @@ std::shared_ptr<CudaGroup> ProcessGroupArk::join_on(const char* operation, c10::
     std::shared_ptr<CudaGroup> side;
     if (core_->shm) {
       CudaCommunicator::Options options = communicator_options(device, *core_, options_->share_gpu);
-      options.check = [store, check = ends_with(core_->shm->health(), options.timeout), rank = rank_] {
-        try {
-          check();
-        } catch (const Error&) {
-          raise_last_words(*store, rank);
-          throw;
-        }
-        raise_peers_cuda_failure(*store, rank);
+      const auto make_check = [&]() -> Check {
+        return [store, check = ends_with(core_->shm->health(), options.timeout), rank = rank_] {
+          try {
+            check();
+          } catch (const Error&) {
+            raise_last_words(*store, rank);
+            throw;
+          }
+          raise_peers_cuda_failure(*store, rank);
+        };
       };
-      options.dispatch = find_dispatch(*store, device, options.check);
+      options.dispatch = find_dispatch(*store, device, make_check);
+      options.check = make_check();
       auto communicator = CudaCommunicator::create(rank_, size_, store, core_->shm->health(), options, why);
       if (communicator) {
         auto nccl = nccl_entry(device, communicator->dispatch());

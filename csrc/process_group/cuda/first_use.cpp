@@ -22,8 +22,9 @@ bool has_rule(const std::vector<CudaRule>& rules, int size) {
 
 // All ranks learn from the first agreement whether they measure; then rank 0 tells what came of it. A rank that fails
 // in between, or leaves, ends neither: the measurement's waits are bounded, and the second agreement is checked.
+// Each check has the group's timeout from when it is made.
 CudaDispatch ProcessGroupArk::find_dispatch(KeyValueStore& store, c10::Device device,
-                                            const std::function<void()>& check) {
+                                            const std::function<Check()>& make_check) {
   std::vector<CudaRule> rules = options_->cuda_dispatch;
   DispatchLimits limits = cuda_limits();
   // Ranks that share a GPU wait for each other's slices of time, so that figures would mean nothing.
@@ -33,7 +34,7 @@ CudaDispatch ProcessGroupArk::find_dispatch(KeyValueStore& store, c10::Device de
     limits.to_measure = !known;
     if (known && !known->empty()) rules = {{size_, CudaDispatch::measured(size_, *known)}};
   }
-  const CudaDispatch agreed = agree_on_dispatch(store, rank_, size_, rules, limits, check);
+  const CudaDispatch agreed = agree_on_dispatch(store, rank_, size_, rules, limits, make_check());
   if (!agreed.to_measure) return agreed;
   if (options_->measure_dispatch) {
     const auto apart = c10::make_intrusive<c10d::PrefixStore>("ark/first-use/" + start_, store_);
@@ -42,7 +43,7 @@ CudaDispatch ProcessGroupArk::find_dispatch(KeyValueStore& store, c10::Device de
   }
   limits.to_measure = false;
   limits.key = "dispatch/measured";
-  return agree_on_dispatch(store, rank_, size_, rules, limits, check);
+  return agree_on_dispatch(store, rank_, size_, rules, limits, make_check());
 }
 
 std::optional<CudaDispatch> ProcessGroupArk::cuda_dispatch() const {
