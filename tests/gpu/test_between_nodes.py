@@ -25,13 +25,18 @@ COUNTS = (1, 77, 5000, 1 << 18, (3 << 20) + 5)
 PLACEMENTS = [(0, 1)] + ([(0, 0, 1, 1), (0, 1, 0, 1)] if WORLD >= 4 else [])
 
 
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return verbs.build(tmp_path_factory.mktemp("verbs"))
+
+
 @pytest.fixture
-def env(tmp_path: Path) -> Env:
+def env(tmp_path: Path, library: str) -> Env:
     control = verbs.Control(tmp_path / "control")
     control.set(refuse_dma_buf=1)  # it could not write to real GPU memory
     return {
         "ARK_NET": "rdma",
-        "ARK_RDMA_LIBRARY": verbs.build(tmp_path / "verbs"),
+        "ARK_RDMA_LIBRARY": library,
         "ARK_TEST_VERBS_CONTROL": str(control.path),
     }
 
