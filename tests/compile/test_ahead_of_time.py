@@ -151,6 +151,7 @@ def test_what_is_not_saved_names_the_reason_and_the_option_that_helps() -> None:
         ahead(mixed, torch.linspace(-1, 1, 12), choose="ark", minimum=1)
 
 
+@pytest.mark.nightly  # Inductor compiles for longer than all else here takes
 def test_with_inductor_it_is_saved_and_loaded(tmp_path: Path) -> None:
     program = ahead(step, torch.linspace(-1, 1, 12), choose="inductor")
     x = torch.linspace(-2, 2, 12)
