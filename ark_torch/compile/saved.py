@@ -132,8 +132,12 @@ def record(key: str, saved: SavedRegion) -> None:
     """For a later save_cache_artifacts()."""
     from torch.compiler._cache import CacheArtifactFactory, CacheArtifactManager
 
-    if KIND in CacheArtifactFactory._artifact_types:
+    if KIND not in CacheArtifactFactory._artifact_types:
+        return
+    try:
         CacheArtifactManager.record_artifact(KIND, key, pickle.dumps(saved))
+    except Exception:  # PyTorch's caches are private; a region is compiled all the same
+        log.debug("a region is not among PyTorch's cache artifacts", exc_info=True)
 
 
 def carry(key: str, content: bytes) -> None:

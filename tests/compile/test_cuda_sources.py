@@ -98,9 +98,10 @@ class Sources:
             assert cubin[:4] == b"\x7fELF"
             [kernel] = kernels
             assert kernel["name"] == "loop_kernel" and 0 < kernel["registers"] <= 128
-            # The compiler silently drops code that it considers unreachable: then 32 bytes are left.
+            # The compiler silently drops code that it considers unreachable: then 32 bytes are left. What only calls
+            # the task for misaligned operands may be a jump of 64.
             tasks = {name: size for name, size in code_bytes(cubin).items() if "loop7Context" in name}
-            assert all(size > 64 for size in tasks.values()), tasks
+            assert all(size > (32 if "_misaligned" in name else 64) for name, size in tasks.items()), tasks
             assert not kernel["multiplies_in_order"], "groups of warps wait for each of their multiplications"
 
 

@@ -164,6 +164,7 @@ FALLS_BACK: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 }
 
 
+@pytest.mark.by_day("scales computed")
 @pytest.mark.parametrize("name", FALLS_BACK)
 def test_what_is_not_taken_is_right_and_told(name: str, compiled: Any) -> None:
     call, reason = FALLS_BACK[name]

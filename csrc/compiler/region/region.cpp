@@ -62,6 +62,12 @@ Target costs_of(const RegionOptions& options) {
   return options.measured_costs ? with_measured_costs(target, host_compiler(), jit::settings().log) : target;
 }
 
+// A region that was loaded needs its binary no longer.
+RegionOptions without_saved(RegionOptions options) {
+  options.saved.reset();
+  return options;
+}
+
 Target target_of(const RegionOptions& options) {
   if (options.saved) {
     const Target& target = options.saved->target;
@@ -95,7 +101,7 @@ void prepare_costs() {
 }
 
 Region::Region(Graph graph, std::vector<int> arguments, std::vector<int> results, const RegionOptions& options)
-    : options_(options) {
+    : options_(without_saved(options)) {
   PassObserver observer;
   if (!options.dump_passes.empty()) observer = pass_dumper(options.dump_passes, options.name);
   plan_ = make_plan(std::move(graph), target_of(options), options.multi_step, observer);
