@@ -56,12 +56,16 @@ std::optional<at::Tensor> profile_stamps;
 }  // namespace
 
 void moe_layer_profile(const std::optional<at::Tensor>& stamps) {
-  if (stamps && (!stamps->is_cuda() || stamps->scalar_type() != at::kLong || !stamps->is_contiguous() ||
-                 stamps->dim() != 3 || stamps->size(1) != device::kMoeStamps || stamps->size(2) != 2))
-    refuse({-1, "moe_layer_profile"}, ErrorKind::invalid_argument, "stamps is " + shape_of(*stamps),
-           "Pass zeros of int64 on a GPU, [blocks, " + std::to_string(device::kMoeStamps) + ", 2].");
-  const std::lock_guard lock(profile_mutex);
-  profile_stamps = stamps;
+  with_torch_errors([&] {
+    if (stamps && (!stamps->is_cuda() || stamps->scalar_type() != at::kLong || !stamps->is_contiguous() ||
+                   stamps->dim() != 3 || stamps->size(1) != device::kMoeStamps || stamps->size(2) != 2))
+      refuse({-1, "moe_layer_profile"}, ErrorKind::invalid_argument,
+             "stamps is " + shape_of(*stamps) + " of " + dtype_name(stamps->scalar_type()) + " on " +
+                 stamps->device().str(),
+             "Pass zeros of int64 on a GPU, [blocks, " + std::to_string(device::kMoeStamps) + ", 2].");
+    const std::lock_guard lock(profile_mutex);
+    profile_stamps = stamps;
+  });
 }
 
 std::string why_not_fused(const MoeDispatch& call) {

@@ -123,6 +123,30 @@ def test_many_calls() -> None:
     run(_late)
 
 
+def _profiled(rank: Rank) -> None:
+    """Stamps of each block: as many tasks as there are tiles, and no time is longer than the whole."""
+    device = start(rank)
+    case = Case([64] * rank.world_size, 2, 2, 256, torch.bfloat16, "distinct", seed=2)
+    x, ids, weights = draw(case, rank.rank, device)
+    w1, w2 = draw_experts(case, rank.rank, 128, True, device)
+    wanted = _pieces(case, x, ids, weights, w1, w2, "silu")
+    stamps = torch.zeros(160, 14, 2, dtype=torch.int64, device=device)
+    torch.ops.ark.moe_layer_profile(stamps)
+    try:
+        same(moe_layer(x, ids, weights, w1, w2, max_tokens=64, form="fused"), wanted, "profiled")
+    finally:
+        torch.ops.ark.moe_layer_profile(None)
+    same(moe_layer(x, ids, weights, w1, w2, max_tokens=64, form="fused"), wanted, "not profiled")
+    told = stamps[stamps[:, 0, 1] == 1].cpu()
+    assert len(told) > 0 and (told[:, 0, 0] > 0).all()
+    assert int(told[:, 8, 1].sum()) > 0 and int(told[:, 9, 1].sum()) > 0
+    assert (told[:, [1, 2, 3, 4], 0] <= told[:, :1, 0]).all()
+
+
+def test_profile() -> None:
+    run(_profiled)
+
+
 def _refused(rank: Rank) -> None:
     """Forms that ranks cannot take are refused by all of them, and the group goes on."""
     device = start(rank, timeout=20)

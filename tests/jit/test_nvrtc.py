@@ -71,9 +71,6 @@ def test_products_keep_their_sums_in_registers(every: bool) -> None:
         result = compile_kernels.compile_one(job)
         [kernel] = result.kernels
         name = next(name for name in ("matmul", "moe_product", "moe_layer") if job.name.startswith(name))
-        if re.search("moe_layer_.*_128x256_gelu", job.name):  # activations, after the sums
-            assert kernel["spilled"] <= 80, job.name
-            kernel["spilled"] = 0
         assert (kernel["name"], kernel["spilled"], kernel["stack"]) == (name, 0, 0), job.name
         assert kernel["registers"] > 32, f"{job.name} is compiled for Hopper, and has no instructions"
         found += 1

@@ -255,7 +255,9 @@ struct MoeLayer {
 
   template <bool kFirst>
   __device__ __forceinline__ void store_rows(const MoeTask& task, uint32 storer) const {
-    constexpr uint32 kUnits = (kFirst ? kOut : kColumns) / 8, kAhead = 2;  // of 16 bytes
+    constexpr uint32 kUnits = (kFirst ? kOut : kColumns) / 8;  // of 16 bytes
+    // The error function takes many registers.
+    constexpr uint32 kAhead = kFirst && kActivation == MoeActivation::gelu ? 1 : 2;
     const uint32 columns = kFirst ? p.ffn : p.dim, units = min(kUnits, (columns - task.column) / 8);
     const uint32 mine = (task.rows + kStorers - 1 - storer) / kStorers;
     ARK_ROLLED for (uint32 base = lane(); base < mine * kUnits; base += 32 * kAhead) {
