@@ -85,6 +85,23 @@ def test_every_collective(ranks: int, count: int, direct: bool, env: Env, contro
     assert ("through pinned memory of the host (" in told) == (not direct), told
 
 
+def _stages(rank: Rank, nodes: tuple[int, ...]) -> tuple[str, list[str], int, list[str]]:
+    group, carriers, lines = _start(rank, nodes[rank.rank])
+    every(rank, group, BIG)  # without the kernels in a node values are not right
+    dist.barrier(group=group, device_ids=[rank.rank])
+    carrier = group._get_backend(torch.device("cuda")).cuda_carrier
+    return carrier, _carried_by(carriers), pretended.driver.pretend_launches(), lines.about("RDMA between them, here")
+
+
+@pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 0, 1)], ids=str)
+def test_nodes_of_two_ranks_have_stages_in_them(nodes: tuple[int, ...], env: Env) -> None:
+    outcomes = run_ranks(_stages, 4, nodes, env=env)
+    for rank, (carrier, carried, launches, told) in enumerate(outcomes):
+        assert carrier == "ark" and {call.split()[0] for call in carried} == {"alltoall_base"}
+        assert launches > 20 and len(told) == (rank == 0)
+        assert rank > 0 or "on 2 nodes (2 + 2 ranks), 2 rails" in told[0]
+
+
 def _by_nccl(rank: Rank, nodes: tuple[int, ...]) -> tuple[str, list[str]]:
     group, carriers, lines = _start(rank, nodes[rank.rank])
     x = on_rank(rank, torch.full((8,), 1.0))
