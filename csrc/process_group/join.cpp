@@ -165,7 +165,9 @@ void ProcessGroupArk::join_nodes(StoreAdapter& store, const ConnectResult& resul
   RdmaAgreement rdma = agree_on_rdma(
       {rank_, size_, result.start, options_->net, options_->rdma, options_->timeout, plan.peers()}, store, own_store);
   plan_ = plan.text() + parcels_of(plan) + (options_->flat_order && !plan.flat() ? ", order flat" : "") +
-          (rdma.carrier && BetweenStage::why_not(plan).empty() ? ", CUDA tensors likewise" : "") +
+          (rdma.carrier && options_->net == rdma::Wish::rdma && BetweenStage::why_not(plan).empty()
+               ? ", CUDA tensors likewise"
+               : "") +
           (rdma.carrier ? ", rdma between them" : ", gloo between them");
   if (rank_ == 0 && options_->log) {
     const std::string by = rdma.carrier ? "RDMA" : "PyTorch's Gloo";

@@ -114,6 +114,7 @@ def _by_nccl(rank: Rank, nodes: tuple[int, ...]) -> tuple[str, list[str]]:
 def test_without_rdma_or_with_uneven_nodes_nccl_has_all(env: Env) -> None:
     for changed, nodes, reason in (
         ({"ARK_NET": "gloo"}, (0, 1), "no RDMA: "),
+        ({"ARK_NET": "auto"}, (0, 1), "ARK_NET=rdma would take RDMA between nodes"),
         ({}, (0, 0, 1), "its nodes have unequal numbers of ranks"),
     ):
         outcomes = run_ranks(_by_nccl, len(nodes), nodes, env={**env, **changed})

@@ -177,4 +177,5 @@ def check_wheel(wheel: Path, folder: Path) -> None:
     assert repr(torch.__version__).replace("'", '"') in record
     needed = re.findall(r"\(NEEDED\).*\[(.*)\]", run("readelf", "-d", folder / extension, cwd=folder).stdout)
     assert any(name.startswith("libtorch_cpu") for name in needed)
+    assert "libstdc++.so.6" in needed, "a second, static libstdc++ breaks streams and exceptions"
     assert not [name for name in needed if re.search("cuda|nvrtc|cudart|nccl", name)], needed

@@ -51,6 +51,10 @@ std::shared_ptr<CudaGroup> ProcessGroupArk::join_nodes_on(c10::Device device, st
     why += " (no RDMA: " + core_->no_rdma + ")";
     return nullptr;
   }
+  if (options_->net != rdma::Wish::rdma) {  // its speed on a NIC is not measured yet
+    why += " (ARK_NET=rdma would take RDMA between nodes)";
+    return nullptr;
+  }
   if (const std::string shape = BetweenStage::why_not(plan); !shape.empty()) {
     why = shape;
     return nullptr;
