@@ -172,8 +172,8 @@ class Settings:
         "choice",
         "auto",
         "What carries groups between nodes. auto: RDMA where every rank has a device for it, else PyTorch's Gloo; the "
-        "log says which and why. rdma: where it cannot be, that is an error; collectives on CUDA tensors use it, too, in "
-        "place of NCCL. gloo: no RDMA. All ranks alike.",
+        "log says which and why. rdma: where it cannot be, that is an error; collectives on CUDA tensors use it, too, "
+        "in place of NCCL. gloo: no RDMA. All ranks alike.",
         choices=("auto", "rdma", "gloo"),
     )
     rdma_device: str = _variable(

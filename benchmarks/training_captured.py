@@ -3,8 +3,7 @@
 The rival is eager DistributedDataParallel, or FSDP2, over NCCL (Gloo on CPUs). `captured_NAME` is the captured step of
 the same module over group NAME. `free` is the captured step of each rank alone, without communication. Only one
 contender at a time holds memory, and all take turns in each round. --ablate adds the step over ark without a part:
-`copied` copies every gradient into a bucket, `together` updates no parameter before all averages are there, `plain`
-(captured_fsdp2) gathers parameters into memory that is not registered.
+`copied` copies every gradient into a bucket, `together` updates no parameter before all averages are there.
 --direct-mb changes the size from which gradients are averaged in place.
 """
 
@@ -46,7 +45,7 @@ def without(part: str) -> Iterator[None]:
 
 
 def captured_step(
-    subject: Subject, model: nn.Module, group: Any, bucket_mb: Any, sharded: bool, bits: int | None, registered: bool
+    subject: Subject, model: nn.Module, group: Any, bucket_mb: Any, sharded: bool, bits: int | None
 ) -> CapturedStep:
     if sharded:
         shard(subject, model, group)
@@ -60,7 +59,7 @@ def captured_step(
             value: torch.Tensor = module(tokens)
         return value
 
-    return capture(model, subject.optimizer(model), loss, group=group, bucket_mb=bucket_mb, registered=registered)
+    return capture(model, subject.optimizer(model), loss, group=group, bucket_mb=bucket_mb)
 
 
 def run_captured(subject: Subject, groups: Groups, mode: str, arguments: argparse.Namespace) -> list[Row]:
@@ -73,7 +72,7 @@ def run_captured(subject: Subject, groups: Groups, mode: str, arguments: argpars
     contenders |= {f"captured_{name}": group for name, group in groups.items() if name != FREE}
     compressed = {f"captured_ark_{bits}_bit": bits for bits in arguments.bits}
     contenders |= dict.fromkeys(compressed, groups["ark"])
-    parts = () if not arguments.ablate else ("plain",) if sharded else tuple(ABLATIONS)
+    parts = () if sharded or not arguments.ablate else tuple(ABLATIONS)
     ablated = {f"captured_ark_{part}": part for part in parts}
     contenders |= dict.fromkeys(ablated, groups["ark"])
     contenders[FREE] = alone
@@ -96,9 +95,8 @@ def run_captured(subject: Subject, groups: Groups, mode: str, arguments: argpars
             elif name == rival:
                 step = ddp_step(subject, model, subject.optimizer(model), group, name, None)
             else:
-                bits, registered = compressed.get(name), ablated.get(name) != "plain"
                 mb = "auto" if arguments.auto_buckets else arguments.bucket_mb
-                captured = captured_step(subject, model, group, mb, sharded, bits, registered)
+                captured = captured_step(subject, model, group, mb, sharded, compressed.get(name))
                 step = lambda captured=captured: captured(subject.tokens)  # noqa: E731
             with without(ablated.get(name, "")):
                 for _ in range(5):  # the warm-up, the capture, a replay

@@ -145,7 +145,7 @@ class Builder:
         if rest := next((piece for piece in self._pieces if not piece.ark), None):
             more = f" and {len(rest.nodes) - 1} more" if len(rest.nodes) > 1 else ""
             raise NotOneRegion(f"Inductor would run {name_of(rest.nodes[0])}{more}")
-        if self.groups:
+        if any(lowering.graph.groups for lowering in self._lowered.values()):
             raise NotOneRegion("it has collectives, whose groups another process does not have")
         if any(lowering.unpacks for lowering in self._lowered.values()):
             raise NotOneRegion("a weight in an order of PyTorch's is unpacked by the first call")

@@ -72,8 +72,7 @@ def capture(
         max_shapes: maximum number of batch shapes with a graph; others run eagerly, with a warning.
         bucket_mb: bucket size in MB of gradients. "auto": the fastest of 25, 50 and 100 MB, which the first replays are
             for; 50 MB on CPUs, for compressed gradients, and where few gradients are small.
-        registered: whether buckets, and what fully_shard gathers, use memory that the group's ranks map, if ark carries
-            CUDA tensors.
+        registered: whether buckets use memory that the group's ranks map, if ark carries CUDA tensors.
 
     Returns:
         A CapturedStep. `step(batch)` returns the loss as a new 0-d tensor on the model's device (with steps > 1 of

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ark_torch.train import ddp, fsdp, gathered, graphs, inputs, models, optimizers, reasons, sizing
+from ark_torch.train import ddp, fsdp, graphs, inputs, models, optimizers, reasons, sizing
 from ark_torch.train.agreement import CAPTURE, EAGER, FAILED, REPLAY, Agreement
 from ark_torch.train.before import Before
 from ark_torch.train.buckets import Buckets
@@ -80,9 +80,6 @@ class CapturedStep:
                 self._sizing = sizing.sizing_for(subject, self._agreement, self._device)
             limit = sizing.CANDIDATES_MB[0] if mb is None else mb
             step.buckets = Buckets(subject, self._agreement, int(limit * MB), registered)
-        self._gathered: gathered.InPlace | None = None
-        if subject.sharded and self._device.type == "cuda" and registered:
-            self._gathered = gathered.InPlace(subject.sharded)
         if not self._never and self._device.type == "cuda":
             self._rates = optimizers.Rates(step.optimizer, self._device)
         self._modules = list(subject.module.modules())
@@ -120,9 +117,6 @@ class CapturedStep:
         if self._step.buckets is not None:
             self._step.buckets.close()
             self._step.buckets = None
-        if self._gathered is not None:
-            self._gathered.close()
-            self._gathered = None
         if self._step.standby is not None:
             self._step.standby.close()
             self._step.standby = None
@@ -310,11 +304,7 @@ class CapturedStep:
                 losses[number].copy_(step.run(micro_batches, captured=True))
 
         sums = step.buckets.sums if step.buckets is not None else None
-        with contextlib.ExitStack() as during:
-            if sums is not None:
-                during.enter_context(sums.recording(count))
-            if self._gathered is not None:
-                during.enter_context(self._gathered.as_it_is())
+        with sums.recording(count) if sums is not None else contextlib.nullcontext():
             return _Graph(recorder.record(body), static, losses)
 
     def _settle_captures(self, why: str) -> bool:

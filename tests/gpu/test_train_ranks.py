@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,44 +65,6 @@ def _sharded(rank: Rank, compresses: bool) -> str:
 def test_fully_shard(compresses: bool) -> None:
     reasons = run(_sharded, compresses, own=True)  # DTensor's caches keep meshes, whose groups end with the body
     print(f"\nfully_shard: {reasons[0]}")
-
-
-def _gathered(rank: Rank, table: str) -> tuple[int, int]:
-    """Copy engines gather parameters into registered memory, with the bits of gathers into other memory."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    os.environ["ARK_DISPATCH"] = table
-    device = begin(rank, WORLD)
-    mesh = init_device_mesh("cuda", (rank.world_size,))
-    results, slots, windows = [], 0, 0
-    for registered in (False, True):
-        model = model_of("gpt2", device)
-        for block in model.blocks:  # type: ignore[union-attr]
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        step = capture(model, adam(model, device), small.loss, max_norm=0.5, registered=registered)
-        for number in range(12):
-            step(batch_of("gpt2", number, rank.rank, device))
-        assert step.captured, step.reason
-        if registered:
-            assert step._gathered is not None
-            every = step._gathered._slots.values()
-            slots = sum(len(some) for one in every for some in one._slots.values())
-            backend = mesh.get_group()._get_backend(device)
-            windows = backend.cuda_registered_bytes
-        results.append(torch.cat([p.full_tensor().detach().reshape(-1) for p in model.parameters()]))
-        step.close()
-    assert torch.equal(results[0], results[1]), (results[0] - results[1]).abs().max()
-    return slots, windows
-
-
-def test_gathers_into_registered_memory(tmp_path: Path) -> None:
-    table = tmp_path / "table.json"
-    early = {"registered_all_gather_engine_from": 1024, "all_gather_engine_from": (1 << 63) - 1}
-    table.write_text(json.dumps({"cuda": [{"max_ranks": 8, **early}]}))
-    found = run(_gathered, str(table), own=True)
-    assert len(set(found)) == 1 and found[0][0] >= 2 and found[0][1] > 0, found
 
 
 def _tables(rank: Rank, sharding: str, adapts: bool) -> None:
