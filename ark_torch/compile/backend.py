@@ -146,8 +146,9 @@ def _fastest(
     if captured is not None and captured.collectives:
         otherwise = _unmeasured(captured.exchanged_rows, device, options)
         group = meeting.group_of(captured.collectives)
-        # Loop kernels of many rows take minutes to compile, and have lost whenever they were measured.
-        if group is None or not options.fallback or (otherwise == "inductor" and not options.wait):
+        # On GPUs the first call would also wait for Inductor's kernels, and where the rows are many for minutes of
+        # compiling loop kernels, which have lost whenever they were measured: only where the user has asked.
+        if group is None or not options.fallback or (device.type == "cuda" and not options.wait):
             report.choice = None
             if otherwise == "inductor":
                 raise WholeGraph(
