@@ -215,6 +215,10 @@ TABLES: dict[str, Callable[[Load], str]] = {
     "loop-account-2-h100": lambda load: loop_account(load, "loop_account_2_ranks_h100"),
     "decode-ranks-4-h200": lambda load: _scripts("decode_ranks").table(load("decode_ranks_4_h200")),
     "loop-account-4-h200": lambda load: loop_account(load, "loop_account_4_ranks_h200"),
+    "collectives-4-h200": lambda load: _scripts("cuda_collectives").table(load("collectives_4_h200")),
+    "collectives-4-two-nodes-h200": lambda load: _scripts("cuda_collectives").table(
+        load("collectives_4_two_nodes_h200")
+    ),
     "dispatch-4-h200": lambda load: _scripts("interference").table(load("dispatch_4_h200")),
     "training-4-h200": lambda load: _scripts("training_report").table(load("training_4_h200")),
     "fused-4-h200": lambda load: _scripts("fused").table(load("fused_4_h200")),
