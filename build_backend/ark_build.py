@@ -107,6 +107,7 @@ def build_wheel(wheel_directory: str, config_settings: Settings = None, metadata
     # It would start anew for each isolated environment.
     (ark_cmake.BUILD / ".skbuild-info.json").unlink(missing_ok=True)
     name = str(skbuild.build_wheel(wheel_directory, settings, metadata_directory))
+    ark_cmake.check_libraries()
     if with_kernels:
         ark_aot.add_to_wheel(Path(wheel_directory, name))
     return name

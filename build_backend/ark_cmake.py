@@ -68,6 +68,16 @@ def prepare() -> None:
     os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
 
 
+def check_libraries() -> None:
+    """SystemExit if the extension brings its own libstdc++ beside PyTorch's: its errors would crash the process."""
+    for built in (BUILD / "ark_torch").glob("_C*.so"):
+        if b"libstdc++.so.6" not in built.read_bytes():
+            raise SystemExit(
+                f"{built} does not use the shared libstdc++ that PyTorch loads: build without -static-libstdc++ "
+                "(LDFLAGS, CMAKE_MODULE_LINKER_FLAGS), and with a compiler that finds libstdc++.so.6"
+            )
+
+
 def build_in_place(quiet: bool = False) -> None:
     """Puts ark_torch/_C.*.so and ark_torch/_build_info.py beside the sources."""
     prepare()
