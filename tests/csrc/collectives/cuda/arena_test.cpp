@@ -21,10 +21,12 @@ TEST(Lanes, AreThoseOfThePartThatTakesMost) {
           for (int shorter = 0; shorter < ranks; ++shorter) {
             std::vector<uint64_t> bytes(ranks, part);
             bytes[ranks - 1] -= 16 * shorter;
-            const uint32_t lanes = lanes_of_parts(set, bytes.data(), ranks, chunked);
-            for (const uint64_t each : bytes) ASSERT_LE(lanes_of(set, each, chunked), lanes) << each << " of " << part;
+            const uint32_t lanes = lanes_of_parts(set, bytes.data(), ranks, chunked, set.chunks.lanes);
+            for (const uint64_t each : bytes)
+              ASSERT_LE(lanes_of(set, each, chunked, set.chunks.lanes), lanes) << each << " of " << part;
             ASSERT_LE(lanes, set.lines.lanes);
-            shorter_takes_more |= lanes_of(set, bytes[ranks - 1], chunked) > lanes_of(set, part, chunked);
+            shorter_takes_more |= lanes_of(set, bytes[ranks - 1], chunked, set.chunks.lanes) >
+                                  lanes_of(set, part, chunked, set.chunks.lanes);
           }
         }
       }
@@ -74,7 +76,7 @@ TEST(Lanes, OfAllSharersHaveRoomAtOnce) {
 
 TEST(Lanes, NothingTakesNone) {
   const uint64_t none[2] = {0, 0};
-  EXPECT_EQ(lanes_of_parts(ArenaLayout(2).collectives, none, 2, false), 0u);
+  EXPECT_EQ(lanes_of_parts(ArenaLayout(2).collectives, none, 2, false, 16), 0u);
 }
 
 // The memory that a group pins on the host is bounded over all its ranks, and does not include what only one rank uses.
