@@ -59,6 +59,7 @@ def test_good_values(tmp_path: Path) -> None:
         "ARK_SHARE_GPU": "1",
         "ARK_DISABLE_P2P": "1",
         "ARK_TIMING": "1",
+        "ARK_TUNE": "0",
         "ARK_OPTIMISE": "1",
         "CXX": "ccache g++",
     }
@@ -86,6 +87,7 @@ def test_good_values(tmp_path: Path) -> None:
         str(table),
         "auto",
         str(table),
+        False,
         64,
         "fast",
         "flat",
@@ -148,6 +150,7 @@ BAD = [
     ("ARK_SHARE_GPU", "yes", "0 or 1"),
     ("ARK_DISABLE_P2P", "yes", "auto, 0 or 1"),
     ("ARK_TIMING", "on", "0 or 1"),
+    ("ARK_TUNE", "2", "0 or 1"),
     ("CXX", "g++ 'x", "a program, with arguments"),
 ]
 
