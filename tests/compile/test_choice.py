@@ -72,11 +72,12 @@ def files() -> list[Path]:
 class SlowRivals(Contest):
     """All contestants but ark take longer than the double of ark's kernels."""
 
-    def __init__(self, contestants: Any, on_gpu: bool = False) -> None:
+    def __init__(self, contestants: Any, on_gpu: bool = False, agree: contest.Agree = list) -> None:
         def slow(run: Any) -> Any:
             return lambda *arguments: (time.sleep(0.005), run(*arguments))[1]
 
-        super().__init__({name: run if name == "ark" else slow(run) for name, run in contestants.items()}, on_gpu)
+        slowed = {name: run if name == "ark" else slow(run) for name, run in contestants.items()}
+        super().__init__(slowed, on_gpu, agree)
 
 
 def test_slower_loses_and_is_remembered(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
