@@ -124,10 +124,14 @@ struct MoeProduct {
     }
   }
 
+  // erff of 128 sums at once needs more registers than a thread has, so ungated GELU follows the sums, word by word.
+  static constexpr bool kActivatesLater = kActivation == MoeActivation::gelu && !kGated;
+
+  template <bool kActivated = true>
   static __device__ __forceinline__ uint32 finished(const float* one, const float* other) {
     float x[2];
     Format::decode(Format::encode(one), x);
-    if constexpr (kActivation != MoeActivation::none) {
+    if constexpr (kActivation != MoeActivation::none && kActivated) {
       ARK_UNROLL for (int i = 0; i < 2; ++i) x[i] = activated<kActivation>(x[i]);
     }
     if constexpr (kGated) {
@@ -139,6 +143,19 @@ struct MoeProduct {
     return Format::encode(x);
   }
 
+  // Activates the words that this thread laid down from `to` on.
+  static __device__ __forceinline__ void activate_later(uint32 to) {
+    ARK_ROLLED for (int i = 0; i < kOut / 4; ++i) {
+      const uint32 at = to + 8 * (i % 2) * kShape.pitch() + i / 2 * 16;
+      uint32 word;
+      float x[2];
+      asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(at) : "memory");
+      Format::decode(word, x);
+      ARK_UNROLL for (int e = 0; e < 2; ++e) x[e] = activated<kActivation>(x[e]);
+      asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(Format::encode(x)) : "memory");
+    }
+  }
+
   // Stores a warp's 16 rows.
   __device__ __forceinline__ void store(const float (&sums)[kOver][4], const MoeTile& tile, uint32 warp) const {
     bulk_wait_read<0>();
@@ -147,7 +164,8 @@ struct MoeProduct {
     constexpr int kFactor = kGated ? kOver / 2 : 0;
     ARK_UNROLL for (int j = 0; j < kOut / 8; ++j) ARK_UNROLL for (int h = 0; h < 2; ++h) asm volatile(
         "st.shared.u32 [%0], %1;" ::"r"(to + 8 * h * kShape.pitch() + j * 16),
-        "r"(finished(&sums[j][2 * h], &sums[j + kFactor][2 * h])) : "memory");
+        "r"(finished<!kActivatesLater>(&sums[j][2 * h], &sums[j + kFactor][2 * h])) : "memory");
+    if constexpr (kActivatesLater) activate_later(to);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncwarp();
     const uint32 row = warp * 16 + lane();
