@@ -79,10 +79,10 @@ def inference(load: Load) -> str:
 
 
 def collectives(load: Load) -> str:
-    gpu, fused, cpu = load("cuda_collectives"), load("fused"), load("collectives")
+    gpu, four, fused, cpu = (load(name) for name in ("cuda_collectives", "collectives_4_h200", "fused", "collectives"))
     rows = []
-    for ranks, size, shown in ((2, 8 * KB, "8 KB"), (4, MB, "1 MB"), (4, 64 * MB, "64 MB")):
-        row = only(gpu, operation="all_reduce", ranks=ranks, bytes=size)
+    for data, ranks, size, shown in ((gpu, 2, 8 * KB, "8 KB"), (four, 4, MB, "1 MB"), (four, 4, 64 * MB, "64 MB")):
+        row = only(data, operation="all_reduce", ranks=ranks, bytes=size)
         rivals = {way: us for way, us in row["graph_us"].items() if not way.startswith("ark")}
         rival = min(rivals, key=lambda way: rivals[way])
         ark = row["graph_us"]["ark"]
@@ -106,29 +106,34 @@ def collectives(load: Load) -> str:
     return (
         table(head, rows)
         + "\nRivals: NCCL (plain, registered, each CTA policy) and PyTorch's symmetric memory, the quickest of them. "
-        f"GPU: {versions(gpu)}, multicast off, {day(gpu)} (embeddings: {day(fused)}); CPU: {cpu['machine']['cpu']}, "
+        f"GPU: {versions(gpu)}, multicast off, {day(gpu)} (4 GPUs: {day(four)}, embeddings: {day(fused)}); "
+        f"CPU: {cpu['machine']['cpu']}, "
         f"Gloo and {cpu['versions'].get('mpi', 'no MPI')}, {day(cpu)}.\n"
     )
 
 
 def training(load: Load) -> str:
-    data = load("training")
+    two, captured, four = load("training"), load("training_captured"), load("training_4_h200")
     rows = []
     names = {"gpt2-xl": "GPT-2 XL", "bert-large": "BERT-Large"}
-    modes = {"graph": "step in one CUDA graph", "ddp": "DistributedDataParallel", "fsdp2": "FSDP2"}
-    for model, mode, ranks in (
-        ("gpt2-xl", "graph", 2), ("bert-large", "graph", 2), ("gpt2-xl", "ddp", 2), ("gpt2-xl", "fsdp2", 2),
-        ("gpt2-xl", "graph", 4),
+
+    def add(what: str, data: dict[str, Any], ark: str, *others: str, **of: Any) -> None:
+        ms = {who: only(data, contender=who, **of)["step_ms"] for who in (ark, *others, "free")}
+        shown = [f"{ms[who]:.1f} ({ms[who] / ms[ark]:.2f})" for who in others]
+        times = (shown[0], "" if len(shown) == 1 else shown[1], f"{ms['free']:.1f}")
+        rows.append((f"{names[of['model']]}, {what}", f"{of['ranks']} H200", f"{ms[ark]:.1f}", *times))
+
+    for model, mode, what in (
+        ("gpt2-xl", "captured", "`train.capture` of DDP"), ("bert-large", "captured", "`train.capture` of DDP"),
+        ("gpt2-xl", "captured_fsdp2", "`train.capture` of FSDP2"),
     ):  # fmt: skip
-        step = {
-            who: only(data, model=model, mode=mode, ranks=ranks, contender=who)["step_ms"]
-            for who in ("ark", "nccl", "free")
-        }
-        times = tuple(f"{step[who]:.1f}" for who in ("ark", "nccl", "free"))
-        rows.append((f"{names[model]}, {modes[mode]}", f"{ranks} H200", *times, f"{step['nccl'] / step['ark']:.2f}"))
-    head = ("step", "on", "ark, ms", "NCCL, ms", "no communication, ms", "times as fast")
+        add(what, captured, "captured_ark", "nccl", "captured_nccl", model=model, mode=mode, ranks=2)
+    add("DDP, eager", two, "ark", "nccl", model="gpt2-xl", mode="ddp", ranks=2)
+    add("DDP, eager", four, "ark_engine", "nccl", model="gpt2-xl", mode="ddp", ranks=4)
+    head = ("step", "on", "ark, ms", "NCCL, same wrapper, eager", "`train.capture`, NCCL", "no communication")
     return (
         table(head, rows)
-        + f"\n{versions(data)}, multicast off, sequences of 384, bfloat16 products, {day(data)}. No communication: the "
-        "same step with the collectives left out.\n"
+        + f"\nIn brackets: times as long as ark. {versions(two)}, multicast off, sequences of 384, bfloat16 "
+        f"products; captured {day(captured)}, eager {day(two)} (2 GPUs), {day(four)} (4). No communication: the step "
+        "of the first column with the collectives left out.\n"
     )
