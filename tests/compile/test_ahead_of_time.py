@@ -53,9 +53,9 @@ def ahead(function: object, *inputs: Tensor, **options: object) -> object:
 # Runs in a process that finds no compiler, and no cache.
 ELSEWHERE = """
 import os, subprocess, sys
+import torch
 subprocess.Popen = None  # an error for whatever of Python's starts a program
 sys.path.insert(0, {here!r})
-import torch
 import test_ahead_of_time as case
 torch.set_grad_enabled(False)
 {code}
