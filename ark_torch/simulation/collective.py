@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from ark_torch.simulation import algorithms, between_nodes
+from ark_torch.simulation import algorithms, between_nodes, carried, shared_memory
 from ark_torch.simulation.machine import Machine
+from ark_torch.simulation.processes import Call, Host, in_turn
 from ark_torch.simulation.world import Mail, World
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
@@ -96,11 +97,13 @@ def simulate(
     dispatch: Mapping[str, int] | None = None,
     engine: str | None = None,
     folded: bool | None = None,
+    back_to_back: int = 1,
 ) -> Simulated:
     """Simulates one collective. `size`: bytes of the larger side, like nccl-tests. Raises BadMachine and BadCall.
 
     dispatch: fields of CudaDispatch that differ from the measured defaults. engine: overrides the tables. folded:
-    whether one node stands for all; None: from FOLD_FROM nodes.
+    whether one node stands for all; None: from FOLD_FROM nodes. back_to_back: processes call it this often, and the
+    time is of one call.
     """
     check(operation, size)
     nodes = -(-ranks // machine.node_ranks)
@@ -110,12 +113,9 @@ def simulate(
         )
     fold = nodes >= FOLD_FROM if folded is None else folded
     world = World(machine, ranks, fold and machine.kind == "gpu")
+    if machine.kind == "cpu":
+        return _of_processes(machine, world, operation, size, back_to_back)
     if world.nodes > 1:
-        if machine.kind == "cpu":
-            mail = Mail(world, machine.engine(operation, "tcp", ranks), size)
-            each = size // ranks if operation == "all_gather" else size
-            us = world.run(between_nodes.carried(world, mail, operation, each), world.every())
-            return _done(world, us, "tcp", "carried")
 
         def mail_of(what: str, bytes_here: float) -> Mail:
             if world.local == 1:
@@ -126,8 +126,6 @@ def simulate(
 
         us = between_nodes.hierarchical(world, operation, size, mail_of)
         return _done(world, us, "rail", "hierarchical")
-    if machine.kind == "cpu":
-        return _on_cpu(machine, world, operation, size)
     fields = {**cuda_dispatch(ranks), **(dispatch or {})}
     algorithm, name = gpu_choice(operation, size, ranks, fields)
     name = engine or name
@@ -160,19 +158,21 @@ def _on_gpus(machine: Machine, world: World, operation: str, algorithm: str, nam
     return world.run(work, here)
 
 
-def _on_cpu(machine: Machine, world: World, operation: str, size: int) -> Simulated:
-    """Over shared memory. The dispatch counts bytes of one rank: for gathers its input, for scatters its output."""
-    n, here = world.ranks, world.members()
-    each = max(1, size // n) if operation in ("all_gather", "reduce_scatter", "all_to_all") else size
-    algorithm, chunk = cpu_choice(operation, each, n, machine.cores)
-    mail = Mail(world, machine.engine(operation, "shared_memory", n), size)
-    if algorithm == "two_shot":
-        work = algorithms.two_shot_through_memory(mail, here, size, chunk)
-    else:
-        publishes, reads = {
-            "all_reduce": (1, n), "all_gather": (1, n), "broadcast": (1, 1),
-            "reduce_scatter": (n - 1, n), "all_to_all": (n - 1, n - 1),
-        }[operation]  # fmt: skip
-        root = 0 if operation == "broadcast" else -1
-        work = algorithms.through_memory(mail, here, each, chunk, publishes, reads, root)
-    return _done(world, world.run(work, here), "shared_memory", algorithm)
+def _of_processes(machine: Machine, world: World, operation: str, size: int, calls: int) -> Simulated:
+    """Over shared memory, and between nodes by messages. The code counts bytes of one rank: for gathers its input."""
+    ranks, host = world.every(), Host(world)
+    each = max(1, size // world.ranks) if operation in ("all_gather", "reduce_scatter", "all_to_all") else size
+    on_cores = world.ranks if machine.one_host else world.local
+    memory = machine.engine(operation, "shared_memory", on_cores)
+    tcp = machine.engine(operation, "tcp", world.ranks) if world.nodes > 1 else None
+    works = []
+    for _ in range(calls):
+        call = Call(host, memory, size, tcp)
+        if tcp is None:
+            algorithm, chunk = cpu_choice(operation, each, world.ranks, machine.cores)
+            works.append(shared_memory.collective(call, ranks, operation, each, algorithm, chunk))
+        else:
+            work, algorithm = carried.collective(call, operation, each)
+            works.append(work)
+    us = world.run(in_turn(works), ranks) / calls
+    return _done(world, us, "shared_memory" if tcp is None else "tcp", algorithm)
