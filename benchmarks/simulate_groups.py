@@ -40,7 +40,8 @@ from ark_torch.tools.bench.config import parse_size
 FOLDER = Path(__file__).resolve().parent
 OPERATIONS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "all_to_all_single")
 SIZES = ("64", "256", "1K", "4K", "16K", "64K", "256K", "1M", "4M", "16M", "64M")
-TURN_S, MOST_CALLS, LIMIT_S = 0.004, 500, 400.0
+TURN_S, LIMIT_S = 0.004, 400.0
+CALLS = 8, 500  # in a turn, of short ones
 TURNS = ((0.004, 50), (0.05, 20), (float("inf"), 6))  # to so many seconds of a call
 
 
@@ -77,8 +78,9 @@ def rank_main(arguments: argparse.Namespace) -> None:
             if not nodes.right(operation, x, out, each):
                 raise RuntimeError(f"{operation} of {count * 4} bytes is wrong on rank {rank}")
             x.fill_(0.0)  # sums of sums would overflow
-            first = min(turn(call, 1, 0) for _ in range(3))
-            calls = max(1, min(MOST_CALLS, int(TURN_S / first)))
+            first = min(turn(call, 1, 0) for _ in range(5))
+            least, most = CALLS if first < 0.01 else (1, 1)
+            calls = max(least, min(most, int(TURN_S / first)))
             pause_s = 2 * calls * first if arguments.nice else 0
             turns = next(turns for limit, turns in TURNS if first < limit)
             times = [turn(call, calls, pause_s) * 1e6 for _ in range(turns)]

@@ -14,6 +14,7 @@ from ark_torch.simulation.world import Mail, World
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 FOLD_FROM = 5  # from this number of nodes, one stands for all
+MOST_PROCESSES = 128  # of several nodes, which are simulated one by one
 ENGINES = ("packets", "lines", "chunks", "bulk", "copy_engine")
 
 
@@ -102,8 +103,8 @@ def simulate(
     """Simulates one collective. `size`: bytes of the larger side, like nccl-tests. Raises BadMachine and BadCall.
 
     dispatch: fields of CudaDispatch that differ from the measured defaults. engine: overrides the tables. folded:
-    whether one node stands for all; None: from FOLD_FROM nodes. back_to_back: processes call it this often, and the
-    time is of one call.
+    whether one node stands for all; None: from FOLD_FROM nodes of GPUs, beyond MOST_PROCESSES processes. back_to_back:
+    processes call it this often, and the time is of one call.
     """
     check(operation, size)
     nodes = -(-ranks // machine.node_ranks)
@@ -111,8 +112,11 @@ def simulate(
         raise BadCall(
             f"engine {engine!r} can be asked for on GPUs of one node alone, not on {ranks} ranks of {machine.name}"
         )
-    fold = nodes >= FOLD_FROM if folded is None else folded
-    world = World(machine, ranks, fold and machine.kind == "gpu")
+    if machine.kind == "gpu":
+        fold = nodes >= FOLD_FROM if folded is None else folded
+    else:  # in a broadcast root's node does what no other does
+        fold = operation != "broadcast" and (ranks > MOST_PROCESSES if folded is None else folded)
+    world = World(machine, ranks, fold)
     if machine.kind == "cpu":
         return _of_processes(machine, world, operation, size, back_to_back)
     if world.nodes > 1:
@@ -161,6 +165,11 @@ def _on_gpus(machine: Machine, world: World, operation: str, algorithm: str, nam
 def _of_processes(machine: Machine, world: World, operation: str, size: int, calls: int) -> Simulated:
     """Over shared memory, and between nodes by messages. The code counts bytes of one rank: for gathers its input."""
     ranks, host = world.every(), Host(world)
+    if world.nodes > 1 and len(ranks) > MOST_PROCESSES:
+        raise BadCall(
+            f"{operation} of {world.ranks} processes on {world.nodes} nodes of {machine.name}: {len(ranks)} would be "
+            f"simulated one by one, and {MOST_PROCESSES} are the most; give fewer --ranks or --node-ranks"
+        )
     each = max(1, size // world.ranks) if operation in ("all_gather", "reduce_scatter", "all_to_all") else size
     on_cores = world.ranks if machine.one_host else world.local
     memory = machine.engine(operation, "shared_memory", on_cores)

@@ -25,7 +25,7 @@ MOST_CPU_GBPS = 64.0
 MESSAGE = Engine(10.0, 50.0, 2.0, (), 20.0)  # where the search begins
 FIRST_STEP, LAST_STEP = 2.0, 1.03
 SMALL = 1 << 20  # smaller rows determine a setup, larger ones a rate
-CACHED = 256 << 10  # operations of processes to this size stay in the caches
+CACHED, PLATEAU = 256 << 10, 4  # bytes: operations of processes to this size stay in a core's own cache
 
 
 def base_machines(results: Path) -> dict[str, Machine]:
@@ -128,12 +128,18 @@ def fit_engine(
 
 
 def fit_processes(machine: Machine, key: str, ranks: int, rows: list[Measured], start: Engine) -> Engine:
-    """Fits a setup and the caches' rate to the small rows, then a rate at each size beyond."""
+    """Fits a setup and the caches' rate to the small rows, then a rate at each size beyond.
+
+    A rate beyond the first caches holds from half a row's size to PLATEAU times of it: what the next level holds. The
+    largest row's holds from its size.
+    """
     small = [row for row in rows if row.bytes <= CACHED]
+    large = sorted((row for row in rows if row.bytes > CACHED), key=lambda row: row.bytes)
     made = fit_engine(machine, key, ranks, small, start)
     rates = [(CACHED, made.gbps)]
-    for row in sorted((row for row in rows if row.bytes > CACHED), key=lambda row: row.bytes):
-        rates.append((row.bytes, fit_engine(machine, key, ranks, [row], start, made.setup_us).gbps))
+    for row in large:
+        gbps = fit_engine(machine, key, ranks, [row], start, made.setup_us).gbps
+        rates += [(row.bytes, gbps)] if row is large[-1] else [(row.bytes // 2, gbps), (row.bytes * PLATEAU, gbps)]
     return replace(made, rates=tuple(rates))
 
 

@@ -34,14 +34,16 @@ class Host:
     """Cores and links of a world of processes."""
 
     def __init__(self, world: World) -> None:
-        machine = world.machine
+        machine, here = world.machine, world.every()
         self.world = world
-        cores = [Link(f"cores {node}", CORE * machine.cores) for node in range(1 if machine.one_host else world.nodes)]
-        self.cores = [cores[world.node_of[rank] % len(cores)] for rank in range(world.ranks)]
-        self.threads = [Link(f"rank {rank}", CORE) for rank in range(world.ranks)]
-        self.movers = [Link(f"messages of rank {rank}", CORE) for rank in range(world.ranks)]
+        share = world.nodes if machine.one_host and world.folded else 1  # of the cores, for the node that is simulated
+        hosts = 1 if machine.one_host or world.folded else world.nodes
+        cores = [Link(f"cores {host}", CORE * machine.cores / share) for host in range(hosts)]
+        self.cores = [cores[world.node_of[rank] % hosts] for rank in here]
+        self.threads = [Link(f"rank {rank}", CORE) for rank in here]
+        self.movers = [Link(f"messages of rank {rank}", CORE) for rank in here]
         rate = machine.rail_gbit / 8 * 1e3 * PAYLOAD
-        self.links = [Bucket(rate, machine.rail_burst) for _ in range(world.nodes)]
+        self.links = [Bucket(rate, machine.rail_burst) for _ in range(1 if world.folded else world.nodes)]
 
 
 class Call:
@@ -90,7 +92,10 @@ class Call:
     # Messages between nodes.
 
     def send(self, rank: int, peer: int, tag: Hashable, size: float) -> Process:
-        """Begins a message; the caller waits for the system call alone. It has come at arrival(), left at leaving()."""
+        """Begins a message; the caller waits for the system call alone. It has come at arrival(), left at leaving().
+
+        In a folded world it comes to the one node that stands for all, from as many nodes before as it goes ahead.
+        """
         assert self.tcp is not None
         network = self.world.network
         network.sent[rank] += int(size)
@@ -101,6 +106,7 @@ class Call:
         assert self.tcp is not None
         link = self.host.links[self.world.node_of[rank]]
         came, left = self.arrival(rank, peer, tag), self.event("left", rank, peer, tag)
+        peer = self.world.at(peer)
         wire = self.env.timeout(link.wait(self.env.now, size))
         sending = self.env.all_of([self.work(rank, size * self.sent_byte_us, mover=True), wire])
         yield self.env.timeout(self.world.machine.rail_latency_us)
@@ -114,7 +120,9 @@ class Call:
         came.succeed()
 
     def arrival(self, rank: int, peer: int, tag: Hashable) -> Any:
-        return self.event("message", rank, peer, tag)
+        world = self.world
+        ahead = (world.node_of[peer] - world.node_of[rank]) % world.nodes if world.folded else 0
+        return self.event("message", world.at(rank), world.at(peer), ahead, tag)
 
     def leaving(self, rank: int, peer: int, tag: Hashable) -> Any:
         return self.event("left", rank, peer, tag)
