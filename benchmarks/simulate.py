@@ -33,15 +33,16 @@ def table(data: dict[str, Any]) -> str:
         f"{len(every)} rows that nothing was fitted to; {sum(abs(r['error']) <= validate.NEAR for r in every)} of them "
         f"are within {validate.NEAR:.0%} of the measured time.",
         "",
-        "| machine | ranks | rows | within 15% | median error | furthest away |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| machine | ranks | rows | within 15% | of 1 MB and more | median error | furthest away |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in data["summary"]:
         worst = row["worst"]
         what = f"{worst['operation']} of {show_size(worst['bytes'])} by {worst['engine']}"
         link = f", {row['rail_gbit']:g} Gbit/s" if row["rail_gbit"] else ""
         lines.append(
-            f"| {row['machine']}{link} | {row['ranks']} | {row['rows']} | {row['near']:.0%} | {row['median']:.0%} "
+            f"| {row['machine']}{link} | {row['ranks']} | {row['rows']} | {row['near']:.0%} | {row['near_large']:.0%} "
+            f"| {row['median']:.0%} "
             f"| {what}: {worst['error']:+.0%} |"
         )
     return "\n".join(lines)

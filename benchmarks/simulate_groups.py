@@ -5,11 +5,11 @@
 Groups of 2 and 4 processes in one node, then two network namespaces of 2 processes each (nodes.py makes and shapes
 them; this needs root). Each turn calls a collective back to back for some milliseconds, after a barrier; its time is
 that of the slowest rank over the number of calls. Passes over all places are minutes apart. A row holds the least turn
-of all passes, which is nearest to idle cores, the median, and the load average beside each pass. Every result is
-checked once.
+of all passes, which is nearest to idle cores, and of each pass the least and the median; `loads` are the load averages
+beside each place. Every result is checked once.
 
-On a machine that also does other work, `--nice -12` puts the ranks before it, and they sleep between turns for twice
-as long as a turn took.
+On a machine that also does other work, `--nice -10` puts the ranks before it, and they sleep between turns for twice
+as long as a turn took; `--add` adds passes to those in the file.
 
 Then `python benchmarks/simulate.py` fits every second size and judges the others.
 """
@@ -40,6 +40,7 @@ from ark_torch.tools.bench.config import parse_size
 FOLDER = Path(__file__).resolve().parent
 OPERATIONS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "all_to_all_single")
 SIZES = ("64", "256", "1K", "4K", "16K", "64K", "256K", "1M", "4M", "16M", "64M")
+KEY = ("rate", "ranks", "operation", "bytes")
 TURN_S, LIMIT_S = 0.004, 400.0
 CALLS = 8, 500  # in a turn, of short ones
 TURNS = ((0.004, 50), (0.05, 20), (float("inf"), 6))  # to so many seconds of a call
@@ -137,18 +138,20 @@ def measured(rate: str, ranks: int, arguments: argparse.Namespace) -> list[dict[
         return rows
 
 
-def combined(passes: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """One row for each case: its turns in all passes."""
-    made: dict[tuple[Any, ...], dict[str, Any]] = {}
+def combined(passes: list[list[dict[str, Any]]], before: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each case: [least, median] turn of each pass, behind those of `before`, and the least of all."""
+    made = {key_of(row): {**row, "passes": list(row["passes"])} for row in before}
     for row in (row for one in passes for row in one):
-        key = row["rate"], row["ranks"], row["operation"], row["bytes"]
-        made.setdefault(key, {**row, "times": []})["times"] += row["times"]
-    rows = []
+        times = row["times"]
+        kept = made.setdefault(key_of(row), {**{name: row[name] for name in KEY}, "us": 0.0, "passes": []})
+        kept["passes"].append([round(min(times), 2), round(statistics.median(times), 2)])
     for row in made.values():
-        times = row.pop("times")
-        row |= {"us": round(min(times), 2), "median_us": round(statistics.median(times), 2), "turns": len(times)}
-        rows.append(row)
-    return rows
+        row["us"] = min(least for least, _ in row["passes"])
+    return list(made.values())
+
+
+def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in KEY)
 
 
 def main() -> int:
@@ -159,6 +162,7 @@ def main() -> int:
     parser.add_argument("--sizes", nargs="+", default=list(SIZES))
     parser.add_argument("--operations", nargs="+", default=list(OPERATIONS))
     parser.add_argument("--passes", type=int, default=3)
+    parser.add_argument("--add", action="store_true", help="keep the passes that the file already has")
     parser.add_argument("--nice", type=int, default=0, help="of the ranks, -20 to 19")
     parser.add_argument("--output", type=Path, default=FOLDER / "results" / "simulate_groups.json")
     parser.add_argument("--rows", help=argparse.SUPPRESS)  # where a rank writes its rows
@@ -172,14 +176,15 @@ def main() -> int:
     places = [("", ranks) for ranks in arguments.ranks]
     places += [(rate, nodes.NODES * arguments.node_ranks) for rate in arguments.rates]
     passes: list[list[dict[str, Any]]] = []
-    loads = []
+    earlier = json.loads(arguments.output.read_text()) if arguments.add else {"rows": [], "loads": []}
+    loads = earlier["loads"]
     for number in range(arguments.passes):
         passes.append([])
         for rate, ranks in places:
             passes[-1] += [{"rate": rate, "ranks": ranks, **row} for row in measured(rate, ranks, arguments)]
             loads.append(round(os.getloadavg()[0], 2))
             print(f"pass {number + 1}: {ranks} ranks {rate or 'in one node'}, load {loads[-1]}", flush=True)
-            bench.write_json(arguments.output, about, combined(passes), loads=loads)
+            bench.write_json(arguments.output, about, combined(passes, earlier["rows"]), loads=loads)
     return 0
 
 

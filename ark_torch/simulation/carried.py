@@ -51,14 +51,16 @@ class Plan:
         return [node for node in range(len(self.members)) if node != self.node]
 
 
+def plan_of(node_of: tuple[int, ...], rank: int) -> Plan:
+    told = _extension()._node_plan(list(node_of), rank)
+    node = next(i for i, members in enumerate(told["members"]) if rank in members)
+    return Plan(rank, node, told["members"][node].index(rank), **told)
+
+
 @cache
-def plans(node_of: tuple[int, ...]) -> list[Plan]:
-    made = []
-    for rank in range(len(node_of)):
-        told = _extension()._node_plan(list(node_of), rank)
-        node = next(i for i, members in enumerate(told["members"]) if rank in members)
-        made.append(Plan(rank, node, told["members"][node].index(rank), **told))
-    return made
+def plans(node_of: tuple[int, ...], ranks: int) -> list[Plan]:
+    """Of the first `ranks` ranks, which are those that are simulated."""
+    return [plan_of(node_of, rank) for rank in range(ranks)]
 
 
 @cache
@@ -81,7 +83,8 @@ def collective(call: Call, operation: str, each: int) -> tuple[Work, str]:
     way, piece, pieces = path_of(operation, each, node_of)
     if pieces > MOST_PIECES:
         piece, pieces = -(-each // MOST_PIECES), MOST_PIECES
-    carried = _Carried(call, plans(node_of), each, way, min(piece, each), pieces)
+    simulated = plans(node_of, len(call.world.every()))
+    carried = _Carried(call, simulated, each, way, min(piece, each), pieces)
     body = {
         "all_reduce": carried.sum_in_chunks if way == "pieces" else carried.sum_whole,
         "reduce_scatter": carried.sum_blocks,
@@ -100,6 +103,7 @@ def collective(call: Call, operation: str, each: int) -> tuple[Work, str]:
 class _Carried:
     def __init__(self, call: Call, plans: list[Plan], size: int, way: str, piece: int, pieces: int) -> None:
         self.call, self.plans, self.size, self.way, self.piece, self.pieces = call, plans, size, way, piece, pieces
+        self.ranks = call.world.ranks
         self.first = sizes()["first_message"]
 
     def length(self, k: int) -> int:
@@ -192,7 +196,7 @@ class _Carried:
         for t in range(self.pieces + 1 + lag):
             k = t
             if k < self.pieces and not lone:
-                yield from call.publish(rank, ("in", k), self.length(k) * (len(self.plans) - blocks))
+                yield from call.publish(rank, ("in", k), self.length(k) * (self.ranks - blocks))
             k = t - 1
             if 0 <= k < self.pieces:
                 if k > lag:
@@ -220,7 +224,7 @@ class _Carried:
         yield call.copy(rank, self.size * len(own))
         yield from self.meet(plan, plan.peers)
         yield self.hear(plan, plan.peers)
-        yield call.copy(rank, self.size * len(self.plans))
+        yield call.copy(rank, self.size * self.ranks)
 
     def gather_in_pieces(self, plan: Plan) -> Process:
         """A piece of a rank's own block is published `ahead` rounds before that of the blocks which it received."""
@@ -298,7 +302,7 @@ class _Carried:
     def exchange_blocks(self, plan: Plan) -> Process:
         """all_to_all: first messages to every rank of other nodes, with the block if it fits, else followed by it."""
         call, rank = self.call, plan.rank
-        n = len(self.plans)
+        n = self.ranks
         others = [(rank + step) % n for step in range(1, n) if (rank + step) % n not in plan.own]
         yield from self.meet(plan, others)
         for peer in others:
@@ -321,7 +325,7 @@ class _Carried:
         def apart(ranks: int) -> bool:
             return small and self.size * ranks > sizes()["first_room"] - 2 * 8 * ranks
 
-        foreign = [other.rank for other in self.plans if other.node != plan.node]
+        foreign = [other for other, node in enumerate(call.world.node_of) if node != plan.node]
         for node in plan.elsewhere:
             peer, parcel = plan.stand_ins[node], self.size * len(plan.members[node]) if small else 0
             yield call.copy(rank, heads[node] + parcel)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ark_torch.simulation import algorithms, between_nodes, carried, shared_memory
 from ark_torch.simulation.machine import Machine
-from ark_torch.simulation.processes import Call, Host, in_turn
+from ark_torch.simulation.processes import Call, Host, back_to_back
 from ark_torch.simulation.world import Mail, World
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
@@ -98,13 +98,13 @@ def simulate(
     dispatch: Mapping[str, int] | None = None,
     engine: str | None = None,
     folded: bool | None = None,
-    back_to_back: int = 1,
+    calls: int = 1,
 ) -> Simulated:
     """Simulates one collective. `size`: bytes of the larger side, like nccl-tests. Raises BadMachine and BadCall.
 
     dispatch: fields of CudaDispatch that differ from the measured defaults. engine: overrides the tables. folded:
-    whether one node stands for all; None: from FOLD_FROM nodes of GPUs, beyond MOST_PROCESSES processes. back_to_back:
-    processes call it this often, and the time is of one call.
+    whether one node stands for all; None: from FOLD_FROM nodes of GPUs, beyond MOST_PROCESSES processes. calls: of
+    processes, back to back; the time is of one.
     """
     check(operation, size)
     nodes = -(-ranks // machine.node_ranks)
@@ -118,7 +118,7 @@ def simulate(
         fold = operation != "broadcast" and (ranks > MOST_PROCESSES if folded is None else folded)
     world = World(machine, ranks, fold)
     if machine.kind == "cpu":
-        return _of_processes(machine, world, operation, size, back_to_back)
+        return _of_processes(machine, world, operation, size, calls)
     if world.nodes > 1:
 
         def mail_of(what: str, bytes_here: float) -> Mail:
@@ -183,5 +183,5 @@ def _of_processes(machine: Machine, world: World, operation: str, size: int, cal
         else:
             work, algorithm = carried.collective(call, operation, each)
             works.append(work)
-    us = world.run(in_turn(works), ranks) / calls
+    us = back_to_back(world, works)
     return _done(world, us, "shared_memory" if tcp is None else "tcp", algorithm)

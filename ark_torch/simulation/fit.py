@@ -61,9 +61,7 @@ def engine_of(row: Measured) -> str:
 def predicted(machine: Machine, row: Measured) -> float:
     if row.rail_gbit:
         machine = replace(machine, rail_gbit=row.rail_gbit)
-    return simulate(
-        machine, row.operation, row.bytes, row.ranks, row.dispatch, row.engine, back_to_back=row.back_to_back
-    ).us
+    return simulate(machine, row.operation, row.bytes, row.ranks, row.dispatch, row.engine, calls=row.calls).us
 
 
 def least(error: Callable[[float], float], most: float) -> float:

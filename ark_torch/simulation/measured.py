@@ -15,7 +15,7 @@ from typing import Any
 from ark_torch.simulation.collective import OPERATIONS
 
 GPU, CPU, NODES = "h200", "processes", "namespaces"
-BACK_TO_BACK = (64 << 10, 4, 2)  # simulated calls of processes: up to this size, beyond
+CALLS = (1 << 20, 9, 2)  # of processes, back to back: up to this size, beyond
 NAMES = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter",
          "all_to_all_single": "all_to_all"}  # fmt: skip
 # Rows of these commits were measured with these fields of CudaDispatch (as in that commit).
@@ -34,7 +34,7 @@ class Measured:
     engine: str | None = None  # overrides the tables
     dispatch: dict[str, int] = field(default_factory=dict)
     rail_gbit: float = 0.0
-    back_to_back: int = 1
+    calls: int = 1
 
 
 def load(results: Path, name: str) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def _groups_of_processes(results: Path) -> Iterator[Measured]:
             yield Measured(
                 NODES if rate else CPU, NAMES.get(row["operation"], row["operation"]), row["ranks"], row["bytes"],
                 row["us"], "simulate_groups.json", row["bytes"] in fit and rate in (0.0, fastest), rail_gbit=rate,
-                back_to_back=BACK_TO_BACK[1 if row["bytes"] <= BACK_TO_BACK[0] else 2],
+                calls=CALLS[1 if row["bytes"] <= CALLS[0] else 2],
             )  # fmt: skip
 
 
