@@ -128,8 +128,8 @@ def fit_engine(
 def fit_processes(machine: Machine, key: str, ranks: int, rows: list[Measured], start: Engine) -> Engine:
     """Fits a setup and the caches' rate to the small rows, then a rate at each size beyond.
 
-    A rate beyond the first caches holds from half a row's size to PLATEAU times of it: what the next level holds. The
-    largest row's holds from its size.
+    A rate beyond a core's own cache holds from half a row's size, or less where ranks share cores and their caches, to
+    PLATEAU times of it: what the next level holds. The largest row's holds from its size.
     """
     small = [row for row in rows if row.bytes <= CACHED]
     large = sorted((row for row in rows if row.bytes > CACHED), key=lambda row: row.bytes)
@@ -137,7 +137,8 @@ def fit_processes(machine: Machine, key: str, ranks: int, rows: list[Measured], 
     rates = [(CACHED, made.gbps)]
     for row in large:
         gbps = fit_engine(machine, key, ranks, [row], start, made.setup_us).gbps
-        rates += [(row.bytes, gbps)] if row is large[-1] else [(row.bytes // 2, gbps), (row.bytes * PLATEAU, gbps)]
+        low = row.bytes // 2 * machine.cores // max(machine.cores, ranks)
+        rates += [(row.bytes, gbps)] if row is large[-1] else [(low, gbps), (row.bytes * PLATEAU, gbps)]
     return replace(made, rates=tuple(rates))
 
 
