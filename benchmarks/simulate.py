@@ -3,8 +3,8 @@
     python benchmarks/simulate.py [--keep-machines]
 
 Writes ark_torch/simulation/machines.json, results/simulate.json and results/simulate.png. It measures nothing. Run it
-again when collectives.json, cuda_collectives.json, dispatch_4_h200.json, nodes.json or the step's files change. It
-takes a minute of CPU time.
+again when simulate_groups.json (benchmarks/simulate_groups.py), cuda_collectives.json, dispatch_4_h200.json or the
+steps' files change. It takes a minute of CPU time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ark_torch.simulation import fit, steps, validate
+from ark_torch.simulation import fit, measured, steps, validate
 from ark_torch.simulation.machine import PRESETS, presets
 from ark_torch.tools.bench.config import show_size
 
@@ -33,16 +33,16 @@ def table(data: dict[str, Any]) -> str:
         f"{len(every)} rows that nothing was fitted to; {sum(abs(r['error']) <= validate.NEAR for r in every)} of them "
         f"are within {validate.NEAR:.0%} of the measured time.",
         "",
-        "| machine | ranks | rows | within 15% | median error | furthest away |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| machine | ranks | rows | within 15% | of 1 MB and more | median error | furthest away |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in data["summary"]:
         worst = row["worst"]
         what = f"{worst['operation']} of {show_size(worst['bytes'])} by {worst['engine']}"
-        if worst["rail_gbit"]:
-            what += f", {worst['rail_gbit']:g} Gbit/s"
+        link = f", {row['rail_gbit']:g} Gbit/s" if row["rail_gbit"] else ""
         lines.append(
-            f"| {row['machine']} | {row['ranks']} | {row['rows']} | {row['near']:.0%} | {row['median']:.0%} "
+            f"| {row['machine']}{link} | {row['ranks']} | {row['rows']} | {row['near']:.0%} | {row['near_large']:.0%} "
+            f"| {row['median']:.0%} "
             f"| {what}: {worst['error']:+.0%} |"
         )
     return "\n".join(lines)
@@ -55,7 +55,7 @@ def rows_table(data: dict[str, Any]) -> str:
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in data["rows"]:
-        if row["machine"] == "epyc" and row["operation"] != "all_reduce":
+        if row["machine"] == measured.CPU and row["operation"] != "all_reduce":
             continue
         rail = f", {row['rail_gbit']:g} Gbit/s" if row["rail_gbit"] else ""
         lines.append(

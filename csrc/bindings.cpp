@@ -467,4 +467,5 @@ PYBIND11_MODULE(_C, m) {
   bind_jit(m);
   bind_windows(m);
   ark::bind_plan(m);
+  ark::bind_nodes(m);
 }

@@ -1,5 +1,5 @@
-// Declares the planner's part of the Python bindings (ark_torch._C.plan), which bindings.cpp adds to the module. So
-// bindings.cpp does not need the planner's headers.
+// Declares parts of the Python bindings that bindings.cpp adds to the module: the planner (ark_torch._C.plan), and how
+// groups over several nodes divide their work. So bindings.cpp does not need those headers.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -7,5 +7,6 @@
 namespace ark {
 
 void bind_plan(pybind11::module_& m);
+void bind_nodes(pybind11::module_& m);
 
 }  // namespace ark

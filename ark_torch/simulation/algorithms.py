@@ -1,8 +1,7 @@
-"""Collectives within a node as in csrc/collectives (CPU tensors) and csrc/collectives/cuda: who sends what when.
+"""Collectives of GPUs within a node as in csrc/collectives/cuda: who sends what when.
 
 Each function returns a rank's process. `size` is the whole tensor's bytes, counted like nccl-tests (all_gather: the
-output, reduce_scatter: the input). Up to MOST_CHUNKS chunks are the code's own; larger tensors have that many larger
-chunks.
+output, reduce_scatter: the input).
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Callable
 
 from ark_torch.simulation.world import Mail, Process
 
-GPU_PIECES, MOST_CHUNKS = 4, 16
+GPU_PIECES = 4
 Work = Callable[[int], Process]
 
 
@@ -128,73 +127,5 @@ def relay(mail: Mail, ranks: list[int], size: float) -> Work:
         if rank != root:
             every = [mail.arrival(peer, rank, k) for peer in peers if peer != rank for k in range(GPU_PIECES)]
             yield mail.all_of([*every, *sent])
-
-    return work
-
-
-def through_memory(
-    mail: Mail, ranks: list[int], size: float, chunk: float, publishes: float, reads: float, root: int = -1
-) -> Work:
-    """Rounds over shared memory (collectives/cpu/rounds.hpp): a rank copies a chunk into its slot, and its peers read
-    it.
-
-    size: bytes of a rank's tensor, cut into chunks. For each of its bytes a rank copies `publishes` bytes, and
-    processes `reads` bytes when the peers' data has arrived. With a root only the root publishes, and only the others
-    read.
-    """
-    chunks = max(1, min(MOST_CHUNKS, -(-int(size) // max(1, int(chunk)))))
-    each = size / chunks
-
-    def publish(rank: int, k: int) -> Process:
-        yield mail.work(rank, each * publishes)
-        for peer in _others(ranks, rank):
-            done = mail.world.network.message(rank, peer, (), each * publishes, mail.engine.latency_us)
-            came = mail.arrival(rank, peer, k)
-            done.callbacks.append(lambda _, came=came: came.succeed())
-
-    def work(rank: int) -> Process:
-        yield mail.wait(mail.engine.setup_us)
-        speaks, listens = root in (-1, rank), root != rank
-        if speaks:
-            yield from publish(rank, 0)
-        for k in range(chunks):
-            if speaks and k + 1 < chunks:
-                yield from publish(rank, k + 1)
-            if listens:
-                sources = _others(ranks, rank) if root < 0 else [root]
-                yield mail.all_of([mail.arrival(peer, rank, k) for peer in sources])
-                yield mail.work(rank, each * reads)
-
-    return work
-
-
-def two_shot_through_memory(mail: Mail, ranks: list[int], size: float, chunk: float) -> Work:
-    """collectives/cpu/two_shot_reduce.cpp: publishes inputs one chunk ahead, adds own parts, collects sums one chunk
-    behind."""
-    chunks = max(1, min(MOST_CHUNKS, -(-int(size) // max(1, int(chunk)))))
-    each, n = size / chunks, len(ranks)
-
-    def publish(rank: int, tag: tuple[str, int], size: float) -> Process:
-        yield mail.work(rank, size)
-        for peer in _others(ranks, rank):
-            done = mail.world.network.message(rank, peer, (), size, mail.engine.latency_us)
-            came = mail.arrival(rank, peer, tag)
-            done.callbacks.append(lambda _, came=came: came.succeed())
-
-    def read(rank: int, tag: tuple[str, int]) -> Process:
-        yield mail.all_of([mail.arrival(peer, rank, tag) for peer in _others(ranks, rank)])
-
-    def work(rank: int) -> Process:
-        yield mail.wait(mail.engine.setup_us)
-        yield from publish(rank, ("part", 0), each * (n - 1) / n)
-        for k in range(chunks + 1):
-            if k + 1 < chunks:
-                yield from publish(rank, ("part", k + 1), each * (n - 1) / n)
-            if k < chunks:
-                yield from read(rank, ("part", k))
-                yield from publish(rank, ("sum", k), each)  # reads n parts, writes the sum
-            if k > 0:
-                yield from read(rank, ("sum", k - 1))
-                yield mail.work(rank, each * (n - 1) / n)
 
     return work

@@ -1,7 +1,6 @@
-"""Collectives of ranks on several nodes.
+"""Collectives of GPUs on several nodes.
 
-Processes (CPU tensors) send messages directly or along the line of ranks, as process_group/carriers did before it
-grouped ranks by node. GPUs on several nodes use NCCL, or ark's own stages over RDMA; the model is the plan of NCCL's
+They use NCCL, or ark's own stages over RDMA; the model is the plan of NCCL's
 hierarchical algorithms, not its code: a reduce-scatter in the node, an exchange over each rank's own rail with the
 ranks of the same local index, and an all-gather in the node, pipelined in chunks, with one chunk in each phase at a
 time.
@@ -15,9 +14,6 @@ from ark_torch.simulation import algorithms
 from ark_torch.simulation.world import Mail, Process, World
 
 CHUNKS, LEAST_CHUNK = 4, 4 << 20  # maximum number and minimum size of pipelined chunks
-FIRST_BYTES = 1024  # every rank sends this to every rank before a collective of processes
-LEAST_PIECE, MOST_PIECE, PIECES = 128 << 10, 512 << 10, 32  # of a message along the line
-WHOLE = 64 << 10  # carried_communicator.cpp, kWhole
 
 
 def in_phases(world: World, chunks: int, phases: list[Callable[[int], list[Process]]]) -> float:
@@ -150,84 +146,3 @@ def broadcast(
     scatter = in_phases(world, 1, [local_phase("all_gather", float(size))])
     gather = in_phases(world, 1, [local_phase("all_gather", float(size))])
     return scatter + took + gather
-
-
-def meet(mail: Mail, world: World, rank: int) -> Process:
-    """The first message, from every rank to every rank."""
-    others = [peer for peer in world.every() if peer != rank]
-    for peer in others:
-        mail.post(rank, peer, FIRST_BYTES, "first")
-    yield mail.all_of([mail.arrival(peer, rank, "first") for peer in others])
-
-
-def carried(world: World, mail: Mail, operation: str, size: int) -> Callable[[int], Process]:
-    """Processes without shared memory between nodes. size: bytes of a rank's tensor (all_gather: of its input)."""
-    last = world.ranks - 1
-    ranks = world.every()
-
-    def direct(rank: int, message: float, whole: bool = False) -> Process:
-        others = [peer for peer in ranks if peer != rank]
-        for peer in others:
-            mail.post(rank, peer, message)
-        for peer in others:
-            yield mail.arrival(peer, rank)
-        yield mail.work(rank, message * len(ranks) if whole else 0)
-
-    def sums_in_line(rank: int) -> Process:
-        piece = min(max(size // PIECES, LEAST_PIECE), MOST_PIECE)
-        pieces = -(-size // piece)
-        env = mail.world.env
-
-        def up() -> Process:
-            for k in range(pieces):
-                if rank > 0:
-                    yield mail.arrival(rank - 1, rank, ("up", k))
-                    yield mail.work(rank, piece)
-                if rank < last:
-                    yield mail.post(rank, rank + 1, piece, ("up", k))
-                else:
-                    mail.post(rank, rank - 1, piece, ("down", k))
-
-        def down() -> Process:
-            for k in range(pieces):
-                yield mail.arrival(rank + 1, rank, ("down", k))
-                if rank > 0:
-                    yield mail.post(rank, rank - 1, piece, ("down", k))
-
-        yield env.all_of([env.process(up()), *([env.process(down())] if rank < last else [])])
-
-    def gathered_in_line(rank: int) -> Process:
-        pieces = max(1, -(-size // MOST_PIECE))
-        each = size / pieces
-        env = mail.world.env
-
-        def towards(step: int) -> Process:
-            to, source = rank + step, rank
-            while 0 <= source <= last:
-                for k in range(pieces):
-                    if source != rank:
-                        yield mail.arrival(rank - step, rank, (source, k, step))
-                    if 0 <= to <= last:
-                        yield mail.post(rank, to, each, (source, k, step))
-                source -= step
-
-        yield env.all_of([env.process(towards(step)) for step in (1, -1)])
-
-    def work(rank: int) -> Process:
-        yield mail.wait(mail.engine.setup_us)
-        yield from meet(mail, world, rank)
-        if size <= FIRST_BYTES:
-            return
-        if operation == "broadcast":
-            if rank == 0:
-                yield mail.all_of([mail.post(0, peer, size) for peer in ranks[1:]])
-            else:
-                yield mail.arrival(0, rank)
-        elif operation == "all_reduce":
-            yield from direct(rank, size, True) if size * world.ranks <= WHOLE else sums_in_line(rank)
-        elif operation == "all_gather":
-            yield from direct(rank, size) if size * world.ranks <= WHOLE else gathered_in_line(rank)
-        else:  # reduce_scatter and all_to_all: one part to every rank
-            yield from direct(rank, size / world.ranks, operation == "reduce_scatter")
-
-    return work

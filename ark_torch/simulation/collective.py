@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from ark_torch.simulation import algorithms, between_nodes
+from ark_torch.simulation import algorithms, between_nodes, carried, shared_memory
 from ark_torch.simulation.machine import Machine
+from ark_torch.simulation.processes import Call, Host, back_to_back
 from ark_torch.simulation.world import Mail, World
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 FOLD_FROM = 5  # from this number of nodes, one stands for all
+MOST_PROCESSES = 128  # of several nodes, which are simulated one by one
 ENGINES = ("packets", "lines", "chunks", "bulk", "copy_engine")
 
 
@@ -96,11 +98,13 @@ def simulate(
     dispatch: Mapping[str, int] | None = None,
     engine: str | None = None,
     folded: bool | None = None,
+    calls: int = 1,
 ) -> Simulated:
     """Simulates one collective. `size`: bytes of the larger side, like nccl-tests. Raises BadMachine and BadCall.
 
     dispatch: fields of CudaDispatch that differ from the measured defaults. engine: overrides the tables. folded:
-    whether one node stands for all; None: from FOLD_FROM nodes.
+    whether one node stands for all; None: from FOLD_FROM nodes of GPUs, beyond MOST_PROCESSES processes. calls: of
+    processes, back to back; the time is of one.
     """
     check(operation, size)
     nodes = -(-ranks // machine.node_ranks)
@@ -108,14 +112,14 @@ def simulate(
         raise BadCall(
             f"engine {engine!r} can be asked for on GPUs of one node alone, not on {ranks} ranks of {machine.name}"
         )
-    fold = nodes >= FOLD_FROM if folded is None else folded
-    world = World(machine, ranks, fold and machine.kind == "gpu")
+    if machine.kind == "gpu":
+        fold = nodes >= FOLD_FROM if folded is None else folded
+    else:  # in a broadcast root's node does what no other does
+        fold = operation != "broadcast" and (ranks > MOST_PROCESSES if folded is None else folded)
+    world = World(machine, ranks, fold)
+    if machine.kind == "cpu":
+        return _of_processes(machine, world, operation, size, calls)
     if world.nodes > 1:
-        if machine.kind == "cpu":
-            mail = Mail(world, machine.engine(operation, "tcp", ranks), size)
-            each = size // ranks if operation == "all_gather" else size
-            us = world.run(between_nodes.carried(world, mail, operation, each), world.every())
-            return _done(world, us, "tcp", "carried")
 
         def mail_of(what: str, bytes_here: float) -> Mail:
             if world.local == 1:
@@ -126,8 +130,6 @@ def simulate(
 
         us = between_nodes.hierarchical(world, operation, size, mail_of)
         return _done(world, us, "rail", "hierarchical")
-    if machine.kind == "cpu":
-        return _on_cpu(machine, world, operation, size)
     fields = {**cuda_dispatch(ranks), **(dispatch or {})}
     algorithm, name = gpu_choice(operation, size, ranks, fields)
     name = engine or name
@@ -160,19 +162,26 @@ def _on_gpus(machine: Machine, world: World, operation: str, algorithm: str, nam
     return world.run(work, here)
 
 
-def _on_cpu(machine: Machine, world: World, operation: str, size: int) -> Simulated:
-    """Over shared memory. The dispatch counts bytes of one rank: for gathers its input, for scatters its output."""
-    n, here = world.ranks, world.members()
-    each = max(1, size // n) if operation in ("all_gather", "reduce_scatter", "all_to_all") else size
-    algorithm, chunk = cpu_choice(operation, each, n, machine.cores)
-    mail = Mail(world, machine.engine(operation, "shared_memory", n), size)
-    if algorithm == "two_shot":
-        work = algorithms.two_shot_through_memory(mail, here, size, chunk)
-    else:
-        publishes, reads = {
-            "all_reduce": (1, n), "all_gather": (1, n), "broadcast": (1, 1),
-            "reduce_scatter": (n - 1, n), "all_to_all": (n - 1, n - 1),
-        }[operation]  # fmt: skip
-        root = 0 if operation == "broadcast" else -1
-        work = algorithms.through_memory(mail, here, each, chunk, publishes, reads, root)
-    return _done(world, world.run(work, here), "shared_memory", algorithm)
+def _of_processes(machine: Machine, world: World, operation: str, size: int, calls: int) -> Simulated:
+    """Over shared memory, and between nodes by messages. The code counts bytes of one rank: for gathers its input."""
+    ranks, host = world.every(), Host(world)
+    if world.nodes > 1 and len(ranks) > MOST_PROCESSES:
+        raise BadCall(
+            f"{operation} of {world.ranks} processes on {world.nodes} nodes of {machine.name}: {len(ranks)} would be "
+            f"simulated one by one, and {MOST_PROCESSES} are the most; give fewer --ranks or --node-ranks"
+        )
+    each = max(1, size // world.ranks) if operation in ("all_gather", "reduce_scatter", "all_to_all") else size
+    on_cores = world.ranks if machine.one_host else world.local
+    memory = machine.engine(operation, "shared_memory", on_cores)
+    tcp = machine.engine(operation, "tcp", world.ranks) if world.nodes > 1 else None
+    works = []
+    for _ in range(calls):
+        call = Call(host, memory, size, tcp)
+        if tcp is None:
+            algorithm, chunk = cpu_choice(operation, each, world.ranks, machine.cores)
+            works.append(shared_memory.collective(call, ranks, operation, each, algorithm, chunk))
+        else:
+            work, algorithm = carried.collective(call, operation, each)
+            works.append(work)
+    us = back_to_back(world, works)
+    return _done(world, us, "shared_memory" if tcp is None else "tcp", algorithm)

@@ -18,10 +18,14 @@ from ark_torch.simulation.collective import gpu_choice, simulate
 from ark_torch.simulation.machine import Engine, Machine
 from ark_torch.simulation.measured import CPU, GPU, NODES, Measured
 
+# Of the namespaces of benchmarks/nodes.py: ranks, the token bucket, a message over a pair of virtual devices.
+NODE_RANKS, BURST, LINK_US = 2, 256 << 10, 10.0
 GOLDEN, STEPS, GRID = (math.sqrt(5) - 1) / 2, 8, 20
 MOST_CPU_GBPS = 64.0
+MESSAGE = Engine(10.0, 50.0, 2.0, (), 20.0)  # where the search begins
+FIRST_STEP, LAST_STEP = 2.0, 1.03
 SMALL = 1 << 20  # smaller rows determine a setup, larger ones a rate
-LARGE_FROM = (1 << 20, 2 << 20, 16 << 20)  # candidate sizes at which a CPU's working set leaves its caches
+CACHED, PLATEAU = 256 << 10, 4  # bytes: operations of processes to this size stay in a core's own cache
 
 
 def base_machines(results: Path) -> dict[str, Machine]:
@@ -32,16 +36,14 @@ def base_machines(results: Path) -> dict[str, Machine]:
         return next(float(r[key]) for r in dma if (r["what"], r["engine"], r["bytes"]) == (what, engine, size))
 
     start = Engine(1.0, of("latency", "packet", 8 << 10, "us"), 100.0)
-    processes = measured.load(results, "collectives")["machine"]["cores"]
-    spaces = measured.load(results, "nodes")
+    groups = measured.load(results, "simulate_groups")
+    cores, rate = groups["machine"]["cores"], max(measured.gbit(row) for row in groups["rows"])
     gpu_link = of("throughput", "copy_engine", 64 << 20, "gbps")
-    rate = max(float(row["rate"].removesuffix("gbit")) for row in spaces["rows"])
     idle = replace(start, latency_us=0.0)
     return {
         GPU: Machine(GPU, "gpu", 8, gpu_link, 400.0, 5.0, {"any/any": {2: start}}),
-        CPU: Machine(CPU, "cpu", 64, gpu_link, 10.0, 50.0, {"any/any": {2: idle}}, processes),
-        NODES: Machine(NODES, "cpu", spaces["rows"][0]["ranks"], gpu_link, rate, 50.0, {"any/any": {2: idle}},
-                       spaces["machine"]["cores"]),
+        CPU: Machine(CPU, "cpu", 64, gpu_link, rate, LINK_US, {"any/any": {2: idle}}, cores),
+        NODES: Machine(NODES, "cpu", NODE_RANKS, gpu_link, rate, LINK_US, {"any/any": {2: idle}}, cores, BURST, True),
     }  # fmt: skip
 
 
@@ -59,7 +61,7 @@ def engine_of(row: Measured) -> str:
 def predicted(machine: Machine, row: Measured) -> float:
     if row.rail_gbit:
         machine = replace(machine, rail_gbit=row.rail_gbit)
-    return simulate(machine, row.operation, row.bytes, row.ranks, row.dispatch, row.engine).us
+    return simulate(machine, row.operation, row.bytes, row.ranks, row.dispatch, row.engine, calls=row.calls).us
 
 
 def least(error: Callable[[float], float], most: float) -> float:
@@ -101,7 +103,7 @@ def fit_engine(
         trial = machine.having(key, ranks, engine)
         return [predicted(trial, row) for row in rows]
 
-    plain = replace(start, large_gbps=0.0, large_from=0)
+    plain = replace(start, rates=())
     launches = [
         one - none
         for one, none in zip(
@@ -124,18 +126,45 @@ def fit_engine(
 
 
 def fit_processes(machine: Machine, key: str, ranks: int, rows: list[Measured], start: Engine) -> Engine:
-    """Fits two rates, in the caches and beyond them, split at the size with the least total error."""
-    candidates: list[tuple[float, Engine]] = []
-    for border in LARGE_FROM:
-        small = [row for row in rows if row.bytes < border]
-        large = [row for row in rows if row.bytes >= border]
-        near = fit_engine(machine, key, ranks, small, start, None)
-        far = fit_engine(machine, key, ranks, large, start, near.setup_us)
-        made = replace(near, large_gbps=far.gbps, large_from=border)
-        trial = machine.having(key, ranks, made)
-        error = sum((predicted(trial, row) / row.us - 1) ** 2 for row in rows)
-        candidates.append((error, made))
-    return min(candidates, key=lambda one: one[0])[1]
+    """Fits a setup and the caches' rate to the small rows, then a rate at each size beyond.
+
+    A rate beyond a core's own cache holds from half a row's size, or less where ranks share cores and their caches, to
+    PLATEAU times of it: what the next level holds. The largest row's holds from its size.
+    """
+    small = [row for row in rows if row.bytes <= CACHED]
+    large = sorted((row for row in rows if row.bytes > CACHED), key=lambda row: row.bytes)
+    made = fit_engine(machine, key, ranks, small, start)
+    rates = [(CACHED, made.gbps)]
+    for row in large:
+        gbps = fit_engine(machine, key, ranks, [row], start, made.setup_us).gbps
+        low = row.bytes // 2 * machine.cores // max(machine.cores, ranks)
+        rates += [(row.bytes, gbps)] if row is large[-1] else [(low, gbps), (row.bytes * PLATEAU, gbps)]
+    return replace(made, rates=tuple(rates))
+
+
+def fit_messages(machine: Machine, rows: list[Measured], start: Engine) -> Engine:
+    """Fits what a message between nodes costs, to all operations together.
+
+    Each parameter in turn is multiplied and divided by a step, which shrinks when nothing helps any more.
+    """
+
+    def error(engine: Engine) -> float:
+        trial = machine.having("all_reduce/tcp", rows[0].ranks, engine)
+        return sum(min(1.0, abs(math.log(predicted(trial, row) / row.us))) for row in rows)
+
+    made, best, step = start, error(start), FIRST_STEP
+    while step > LAST_STEP:
+        before = best
+        for name in ("gbps", "latency_us", "message_us", "setup_us"):
+            for factor in (step, 1 / step):
+                trial = replace(made, **{name: round(getattr(made, name) * factor, 4)})
+                found = error(trial)
+                if found < best:
+                    made, best = trial, found
+                    break
+        if best == before:
+            step = math.sqrt(step)
+    return made
 
 
 def _operation(group: tuple[str, str, int]) -> str:
@@ -146,8 +175,9 @@ def fit(results: Path, say: Callable[[str], Any] = lambda text: None) -> dict[st
     """All machines, from the rows for fitting. `results`: benchmarks/results."""
     made = base_machines(results)
     groups: dict[tuple[str, str, int], list[Measured]] = {}
-    for row in measured.rows(results):
-        if row.fitted:
+    every = measured.rows(results)
+    for row in every:
+        if row.fitted and row.machine != NODES:
             groups.setdefault((row.machine, f"{row.operation}/{engine_of(row)}", row.ranks), []).append(row)
 
     def one(group: tuple[str, str, int], setup: float | None = None, rate: float | None = None) -> Engine:
@@ -182,9 +212,14 @@ def fit(results: Path, say: Callable[[str], Any] = lambda text: None) -> dict[st
         if same:
             rate = found[same[0]].gbps
             found[group] = one(group, None, rate)
-    files = {
-        name: sorted({row.source for rows in groups.values() for row in rows if row.machine == name}) for name in made
-    }
+    spaces = [row for row in every if row.fitted and row.machine == NODES]
+    memory = {key: of for key, of in made[CPU].engines.items() if key != "any/any"}
+    made[NODES] = replace(made[NODES], engines={**made[NODES].engines, **memory})
+    tcp = fit_messages(made[NODES], spaces, MESSAGE)
+    for name in (CPU, NODES):
+        made[name] = made[name].having("all_reduce/tcp", spaces[0].ranks, tcp)
+    say(f"{NODES} tcp: {tcp}, {len(spaces)} rows")
+    files = {name: sorted({row.source for row in every if row.fitted and row.machine == name}) for name in made}
     return {
         name: replace(
             machine, engines={key: of for key, of in machine.engines.items() if key != "any/any"},

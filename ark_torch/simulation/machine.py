@@ -7,6 +7,7 @@ stored by "operation/engine" and number of ranks.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -25,17 +26,26 @@ class BadMachine(ValueError):
 class Engine:
     """setup_us: time of an operation, or a launch, before its first byte. latency_us: a message's fixed time.
 
-    gbps: rate of one rank's engine, GB/s; for operations of at least large_from bytes large_gbps, if that is not 0.
+    gbps: rate of one rank's engine, GB/s. rates: [[bytes, GB/s], ...] of operations that leave the caches, by size; the
+    rate between two sizes is interpolated, and smaller operations than the first have gbps. message_us: time of a core
+    for a message, at each end.
     """
 
     setup_us: float
     latency_us: float
     gbps: float
-    large_gbps: float = 0.0
-    large_from: int = 0
+    rates: tuple[tuple[int, float], ...] = ()
+    message_us: float = 0.0
 
-    def rate(self, operation_bytes: int) -> float:
-        return self.large_gbps if self.large_gbps > 0 and operation_bytes >= self.large_from else self.gbps
+    def rate(self, operation_bytes: float) -> float:
+        """Interpolated in the logarithms of both."""
+        if not self.rates or operation_bytes <= self.rates[0][0]:
+            return self.gbps
+        for (low, slow), (high, fast) in itertools.pairwise(self.rates):
+            if operation_bytes <= high:
+                share = math.log(operation_bytes / low) / math.log(high / low)
+                return float(slow * (fast / slow) ** share)
+        return self.rates[-1][1]
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,8 @@ class Machine:
 
     link_gbps: bandwidth of a GPU's port to its node's switch, in each direction (cpu: unused). rail_gbit: bandwidth of
     a rank's link to other nodes, Gbit/s in each direction (cpu: the node's link). rail_latency_us: latency between
-    nodes. engines: see the module.
+    nodes. rail_burst: bytes that a cpu's link passes at once after it was idle. one_host: all nodes share the same
+    cores, as network namespaces do. engines: see the module.
     """
 
     name: str
@@ -55,6 +66,8 @@ class Machine:
     rail_latency_us: float
     engines: dict[str, dict[int, Engine]] = field(default_factory=dict)
     cores: int = 0
+    rail_burst: int = 0
+    one_host: bool = False
     fitted_from: str = ""
 
     def __post_init__(self) -> None:
@@ -70,8 +83,12 @@ class Machine:
         for name in ("link_gbps", "rail_gbit"):
             if not positive(getattr(self, name)):
                 refuse(name, f"is {getattr(self, name)!r} and must be a number above 0")
-        if not (self.rail_latency_us == 0 or positive(self.rail_latency_us)):
-            refuse("rail_latency_us", f"is {self.rail_latency_us!r} and must be 0 or more")
+        for name in ("rail_latency_us", "rail_burst"):
+            value = getattr(self, name)
+            if not (value == 0 or positive(value)):
+                refuse(name, f"is {value!r} and must be 0 or more")
+        if not isinstance(self.one_host, bool):
+            refuse("one_host", f"is {self.one_host!r} and must be true or false")
         if not self.engines:
             refuse("engines", "has none")
         for key, by_ranks in self.engines.items():
@@ -81,10 +98,13 @@ class Machine:
                     refuse(where, "is for groups of fewer than 2 ranks")
                 if not positive(engine.gbps):
                     refuse(f"{where}.gbps", f"is {engine.gbps!r} and must be a number above 0")
-                for name in ("setup_us", "latency_us", "large_gbps", "large_from"):
+                for name in ("setup_us", "latency_us", "message_us"):
                     value = getattr(engine, name)
                     if not (value == 0 or positive(value)):
                         refuse(f"{where}.{name}", f"is {value!r} and must be 0 or more")
+                sizes = [point[0] for point in engine.rates]
+                if not all(positive(value) for point in engine.rates for value in point) or sizes != sorted(set(sizes)):
+                    refuse(f"{where}.rates", f"is {engine.rates!r} and must be [bytes, GB/s] by growing bytes")
 
     def engine(self, operation: str, name: str, ranks: int) -> Engine:
         """The operation's engine, else another operation's; for the nearest number of ranks, preferring the larger."""
@@ -123,6 +143,16 @@ def _made(kind: type, given: Any, where: str) -> Any:
         raise BadMachine(f"{where}: {str(error).removeprefix(kind.__name__ + '.__init__() ')}") from None
 
 
+def _engine(costs: Any, where: str) -> Engine:
+    rates = costs.get("rates", ()) if isinstance(costs, dict) else ()
+    if not isinstance(rates, (list, tuple)) or not all(isinstance(p, (list, tuple)) and len(p) == 2 for p in rates):
+        raise BadMachine(f"{where}.rates is {rates!r} and must be [bytes, GB/s] by growing bytes")
+    if isinstance(costs, dict):
+        costs = {**costs, "rates": tuple((size, rate) for size, rate in rates)}
+    made: Engine = _made(Engine, costs, where)
+    return made
+
+
 def from_json(given: Any) -> Machine:
     """Parses a machine from a JSON object. Raises BadMachine naming the bad field and the allowed values."""
     if not isinstance(given, dict):
@@ -138,7 +168,8 @@ def from_json(given: Any) -> Machine:
         for ranks, costs in by_ranks.items():
             if not str(ranks).isdigit():
                 raise BadMachine(f"engines[{key!r}]: {ranks!r} is no number of ranks")
-            engines.setdefault(key, {})[int(ranks)] = _made(Engine, costs, f"engines[{key!r}][{ranks}]")
+            where = f"engines[{key!r}][{ranks}]"
+            engines.setdefault(key, {})[int(ranks)] = _engine(costs, where)
     made: Machine = _made(Machine, {**given, "engines": engines}, "machine")
     return made
 

@@ -1,7 +1,7 @@
 """Measurements from benchmarks/results, split into rows for fitting and rows for validation.
 
 No row serves for both. For each operation and number of ranks every second size is fitted (of four sizes or fewer, the
-first and the last). Between namespaces the faster link is fitted and the slower one predicted.
+first and the last). Between namespaces the faster link is fitted, and the slower one predicted at all sizes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 
 from ark_torch.simulation.collective import OPERATIONS
 
-GPU, CPU, NODES = "h200", "epyc", "namespaces"
+GPU, CPU, NODES = "h200", "processes", "namespaces"
+CALLS = (1 << 20, 9, 2)  # of processes, back to back: up to this size, beyond
 NAMES = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter",
          "all_to_all_single": "all_to_all"}  # fmt: skip
 # Rows of these commits were measured with these fields of CudaDispatch (as in that commit).
@@ -33,6 +34,7 @@ class Measured:
     engine: str | None = None  # overrides the tables
     dispatch: dict[str, int] = field(default_factory=dict)
     rail_gbit: float = 0.0
+    calls: int = 1
 
 
 def load(results: Path, name: str) -> dict[str, Any]:
@@ -54,7 +56,7 @@ def _groups(rows: Iterable[dict[str, Any]], *keys: str) -> Iterator[list[dict[st
 
 
 def rows(results: Path) -> list[Measured]:
-    return [*_gpus(results), *_dispatch(results), *_processes(results), *_namespaces(results)]
+    return [*_gpus(results), *_dispatch(results), *_groups_of_processes(results)]
 
 
 def _gpus(results: Path) -> Iterator[Measured]:
@@ -89,31 +91,21 @@ def _dispatch(results: Path) -> Iterator[Measured]:
             )  # fmt: skip
 
 
-def _processes(results: Path) -> Iterator[Measured]:
-    every = [
-        row
-        for row in load(results, "collectives")["rows"]
-        # The model lacks all_gather's copies to a list: all_gather_into_tensor replaces it.
-        if row["operation"] != "all_gather" and NAMES.get(row["operation"], row["operation"]) in OPERATIONS
-    ]
-    for group in _groups(every, "operation", "ranks"):
+def _groups_of_processes(results: Path) -> Iterator[Measured]:
+    """The least turns, called back to back."""
+    data = load(results, "simulate_groups")
+    fastest = max((gbit(row) for row in data["rows"]), default=0.0)
+    for group in _groups(data["rows"], "rate", "ranks", "operation"):
         fit = _alternating(group)
         for row in group:
+            rate = gbit(row)
             yield Measured(
-                CPU, NAMES.get(row["operation"], row["operation"]), row["ranks"], row["bytes"],
-                row["timings"]["ark"]["median"], "collectives.json", row["bytes"] in fit,
+                NODES if rate else CPU, NAMES.get(row["operation"], row["operation"]), row["ranks"], row["bytes"],
+                row["us"], "simulate_groups.json", row["bytes"] in fit and rate in (0.0, fastest), rail_gbit=rate,
+                calls=CALLS[1 if row["bytes"] <= CALLS[0] else 2],
             )  # fmt: skip
 
 
-def _namespaces(results: Path) -> Iterator[Measured]:
-    data = load(results, "nodes")
-    fastest = max(float(row["rate"].removesuffix("gbit")) for row in data["rows"])
-    for row in data["rows"]:
-        operation = NAMES.get(row["operation"], row["operation"])
-        if operation not in OPERATIONS:
-            continue
-        rate, ranks = float(row["rate"].removesuffix("gbit")), 2 * row["ranks"]  # the file counts the ranks of one node
-        size = row["bytes"] * (ranks if operation == "all_gather" else 1)
-        yield Measured(
-            NODES, operation, ranks, size, row["us"]["ark"], "nodes.json", rate == fastest, rail_gbit=rate
-        )  # fmt: skip
+def gbit(row: dict[str, Any]) -> float:
+    """Gbit/s of a row's link; 0 in one node."""
+    return float(row["rate"].removesuffix("gbit") or 0)

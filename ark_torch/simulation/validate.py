@@ -11,6 +11,7 @@ from ark_torch.simulation import fit, measured
 from ark_torch.simulation.machine import Machine
 
 NEAR = 0.15
+LARGE = 1 << 20
 Row = dict[str, Any]
 
 
@@ -29,14 +30,21 @@ def rows(results: Path, machines: Mapping[str, Machine]) -> list[Row]:
     return made
 
 
+def near(rows: list[Row]) -> float:
+    """The share of rows within NEAR."""
+    return float(sum(abs(row["error"]) <= NEAR for row in rows) / max(1, len(rows)))
+
+
 def summary(rows: list[Row]) -> list[Row]:
-    """By machine and number of ranks: number of rows, share within NEAR, median of |error|, worst row."""
+    """By machine, number of ranks and link: number of rows, share within NEAR, also of LARGE ones, median of |error|,
+    worst row."""
     made = []
-    for machine, ranks in dict.fromkeys((row["machine"], row["ranks"]) for row in rows):
-        of = [row for row in rows if (row["machine"], row["ranks"]) == (machine, ranks)]
+    places = dict.fromkeys((row["machine"], row["ranks"], row["rail_gbit"]) for row in rows)
+    for machine, ranks, gbit in places:
+        of = [row for row in rows if (row["machine"], row["ranks"], row["rail_gbit"]) == (machine, ranks, gbit)]
         made.append({
-            "machine": machine, "ranks": ranks, "rows": len(of),
-            "near": sum(abs(row["error"]) <= NEAR for row in of) / len(of),
+            "machine": machine, "ranks": ranks, "rail_gbit": gbit, "rows": len(of),
+            "near": near(of), "near_large": near([row for row in of if row["bytes"] >= LARGE]),
             "median": statistics.median(abs(row["error"]) for row in of),
             "worst": max(of, key=lambda row: abs(row["error"])),
         })  # fmt: skip

@@ -1,8 +1,9 @@
-"""Ranks, their links and the messages between them: the primitives of algorithms.py.
+"""Ranks, their links and the messages between GPUs: the primitives of algorithms.py and between_nodes.py.
 
 If all nodes do the same, one stands for all: a *folded* world has one node, whose messages to the next node arrive at
 itself. Step s of a node waits for step s - 1 of the previous node, which is as late as its own; so times equal those of
-all nodes (a test compares both), and 4,096 ranks cost as much as one node's.
+all nodes (a test compares both), and 4,096 ranks cost as much as one node's. Processes begin their messages with the
+lowest rank on all nodes, so there the one node is an average.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ class World:
             raise BadMachine(f"{ranks} ranks do not fill nodes of {machine.node_ranks}")
         self.machine, self.ranks, self.nodes = machine, ranks, ranks // self.local
         self.folded = folded and self.nodes > 1
+        self.node_of = [rank // self.local for rank in range(ranks)]
         self.env = new_environment()
         self.network = Network(self.env)
         here = range(self.local if self.folded else ranks)
-        gpu = machine.kind == "gpu"
+        if machine.kind == "cpu":  # processes.py has their cores and links
+            return
         port = machine.link_gbps
-        self.out = {r: Link(f"out of {r}", port) for r in here} if gpu else {}
-        self.into = {r: Link(f"into {r}", port) for r in here} if gpu else {}
-        # Each GPU has its own rail; processes share their node's link.
-        ends = here if gpu else range(self.nodes)
-        self.rail_out = {r: Link(f"rail out of {r}", machine.rail_gbit / 8) for r in ends}
-        self.rail_into = {r: Link(f"rail into {r}", machine.rail_gbit / 8) for r in ends}
+        self.out = {r: Link(f"out of {r}", port) for r in here}
+        self.into = {r: Link(f"into {r}", port) for r in here}
+        self.rail_out = {r: Link(f"rail out of {r}", machine.rail_gbit / 8) for r in here}
+        self.rail_into = {r: Link(f"rail into {r}", machine.rail_gbit / 8) for r in here}
 
     def members(self, node: int = 0) -> list[int]:
         return [node * self.local + r for r in range(self.local)]
@@ -54,9 +55,6 @@ class World:
         """The links through a node's switch or over rails; in a folded world `target` may be in another node."""
         apart = source // self.local != target % self.ranks // self.local
         source, target = self.at(source), self.at(target)
-        if self.machine.kind == "cpu":
-            ends = source // self.local, target // self.local
-            return (self.rail_out[ends[0]], self.rail_into[ends[1]]) if apart else ()
         if apart:
             return self.rail_out[source], self.rail_into[target]
         return self.out[source], self.into[target]
@@ -75,9 +73,7 @@ class Mail:
     def __init__(self, world: World, engine: Engine, size: int) -> None:
         """size: bytes of the operation, which determine the engine's rate."""
         self.world, self.engine = world, engine
-        shared = world.machine.cores or world.ranks
-        links = [Link(f"engine {i}", engine.rate(size)) for i in range(min(shared, world.ranks))]
-        self.engines = {r: links[r % len(links)] for r in world.every()}
+        self.engines = {r: Link(f"engine of {r}", engine.rate(size)) for r in world.every()}
         self._arrivals: dict[Hashable, Any] = {}
 
     def arrival(self, source: int, target: int, tag: Hashable = 0) -> Any:
@@ -97,10 +93,6 @@ class Mail:
         done = world.network.message(source, target, path, size, latency)
         done.callbacks.append(lambda _: came.succeed())
         return done
-
-    def work(self, rank: int, size: float) -> Any:
-        """Local work of a rank's engine, such as copies and sums of a CPU rank."""
-        return self.world.network.transfer((self.engines[rank],), size)
 
     def wait(self, us: float) -> Any:
         return self.world.env.timeout(us)

@@ -16,6 +16,7 @@ class NodePlan {
   // node_of[r]: the node of rank r, any numbers.
   NodePlan(const std::vector<int>& node_of, int rank);
 
+  int ranks() const { return static_cast<int>(node_.size()); }
   int nodes() const { return static_cast<int>(members_.size()); }
   int node() const { return node_[rank_]; }    // of this rank
   int local() const { return local_[rank_]; }  // index of this rank in its node

@@ -149,7 +149,7 @@ def test_json_and_table(capsys: pytest.CaptureFixture[str]) -> None:
         (["all_reduce", "1M", "--ranks", "12"], "do not fill nodes of 8"),
         (["all_reduce", "1M", "--engine", "pigeons"], "there is no engine 'pigeons'"),
         (["all_reduce", "1M", "--engine", "lines", "--ranks", "16"], "GPUs of one node alone"),
-        (["all_reduce", "1M", "--engine", "lines", "--machine", "epyc"], "GPUs of one node alone"),
+        (["all_reduce", "1M", "--engine", "lines", "--machine", "processes"], "GPUs of one node alone"),
         (["all_reduce", "1M", "--machine", "abacus"], "machines are"),
         (["all_reduce", "much"], "much"),
     ],

@@ -10,16 +10,6 @@
 
 namespace ark {
 
-namespace {
-
-// If partials times the number of ranks take at most this many bytes, they go whole to every rank that needs them, in
-// one hop.
-constexpr size_t kWhole = 64 << 10;
-// Sums to a root go whole if partials times the number of nodes take at most this many bytes.
-constexpr size_t kWholeToRoot = 4 << 20;
-
-}  // namespace
-
 CarriedCommunicator::CarriedCommunicator(int rank, int size, std::shared_ptr<Carrier> carrier,
                                          std::shared_ptr<Carrier> notes_by, std::unique_ptr<NodeBeats> beats,
                                          NodePlan plan, Neighbourhood node, ShmOptions options, bool flat_order)
@@ -216,6 +206,11 @@ std::vector<int> CarriedCommunicator::partners_of(int root) const {
   return partners;
 }
 
+CarriedPath CarriedCommunicator::path_of(const Exchange& exchange, size_t bytes) const {
+  const Descriptor& what = exchange.operation.descriptor;
+  return carried_path(what.kind, bytes, size_of(what.dtype), exchange.reduction.partial_size(), plan_);
+}
+
 std::byte* CarriedCommunicator::scratch(size_t bytes) {
   if (scratch_.size() < bytes) scratch_.resize(bytes);
   return scratch_.data();
@@ -281,8 +276,8 @@ void CarriedCommunicator::reduce_whole(Exchange& exchange, const void* in, void*
 void CarriedCommunicator::all_reduce(const Operation& operation, const void* in, void* out, size_t count) {
   guarded(operation, [&](Exchange& exchange) {
     if (in_flat_order(operation.descriptor)) return reduce_in_order(exchange, in, out, count, -1);
-    const bool whole = count * exchange.reduction.partial_size() * size_ <= kWhole;
-    if (whole || size_ == 1) return reduce_whole(exchange, in, out, count, -1);
+    const size_t bytes = count * size_of(operation.descriptor.dtype);
+    if (path_of(exchange, bytes).way != CarriedWay::pieces) return reduce_whole(exchange, in, out, count, -1);
     reduce_in_chunks(exchange, in, out, count, -1);
   });
 }
@@ -291,9 +286,8 @@ void CarriedCommunicator::reduce(const Operation& operation, const void* in, voi
   const int root = operation.descriptor.root;
   guarded(operation, [&](Exchange& exchange) {
     if (in_flat_order(operation.descriptor)) return reduce_in_order(exchange, in, out, count, root);
-    const size_t bytes = count * exchange.reduction.partial_size();
-    if (bytes <= kMaxChunkBytes && bytes * plan_.nodes() <= kWholeToRoot)
-      return reduce_whole(exchange, in, out, count, root);
+    const size_t bytes = count * size_of(operation.descriptor.dtype);
+    if (path_of(exchange, bytes).way != CarriedWay::pieces) return reduce_whole(exchange, in, out, count, root);
     reduce_in_chunks(exchange, in, rank_ == root ? out : nullptr, count, root);
   });
 }
@@ -307,7 +301,7 @@ void CarriedCommunicator::reduce_scatter(const Operation& operation, const void*
 
 void CarriedCommunicator::all_gather(const Operation& operation, const void* in, void* const* outs, size_t bytes) {
   guarded(operation, [&](Exchange& exchange) {
-    if (bytes * plan_.most_in_node() <= First::kRoom) return gather_whole(exchange, in, outs, bytes);
+    if (path_of(exchange, bytes).way == CarriedWay::first) return gather_whole(exchange, in, outs, bytes);
     gather_in_pieces(exchange, in, outs, bytes);
   });
 }
@@ -318,14 +312,14 @@ void CarriedCommunicator::broadcast(const Operation& operation, void* data, size
 
 void CarriedCommunicator::gather(const Operation& operation, const void* in, void* const* outs, size_t bytes) {
   guarded(operation, [&](Exchange& exchange) {
-    if (plan_.gathers_parcels(bytes, First::kRoom)) return gather_in_parcels(exchange, in, outs, bytes);
+    if (path_of(exchange, bytes).way == CarriedWay::parcels) return gather_in_parcels(exchange, in, outs, bytes);
     gather_to_root(exchange, in, outs, bytes);
   });
 }
 
 void CarriedCommunicator::scatter(const Operation& operation, const void* const* ins, void* out, size_t bytes) {
   guarded(operation, [&](Exchange& exchange) {
-    if (plan_.scatters_parcels() && bytes <= plan_.parcel_limit()) return scatter_in_parcels(exchange, ins, out, bytes);
+    if (path_of(exchange, bytes).way == CarriedWay::parcels) return scatter_in_parcels(exchange, ins, out, bytes);
     scatter_from_root(exchange, ins, out, bytes);
   });
 }

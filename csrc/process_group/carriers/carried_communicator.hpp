@@ -14,6 +14,7 @@
 #include <optional>
 #include <vector>
 
+#include "collectives/carried_path.hpp"
 #include "collectives/cpu/shm_communicator.hpp"
 #include "collectives/cpu/staged_reduce.hpp"
 #include "collectives/node_beats.hpp"
@@ -58,14 +59,14 @@ class CarriedCommunicator : public Communicator {
 
  private:
   struct First {
-    static constexpr size_t kRoom = 968;
+    static constexpr size_t kRoom = kFirstRoom;
     Descriptor descriptor;
     double factor;   // for premul_sum when every rank is its own node
     uint64_t bytes;  // all_to_all: the sender's block for the receiver, and the block it expects back
     uint64_t expected;
     std::byte data[kRoom];
   };
-  static_assert(sizeof(First) == 1024);
+  static_assert(sizeof(First) == kFirstMessage);
 
   struct Current;
   // The state of one collective.
@@ -88,6 +89,7 @@ class CarriedCommunicator : public Communicator {
   const First& hear(Exchange& exchange, int peer);
   void hear_all(Exchange& exchange, const std::vector<int>& peers);
   void meet(Exchange& exchange, const std::vector<int>& peers);  // expect(), and tell() without data
+  CarriedPath path_of(const Exchange& exchange, size_t bytes) const;
   std::vector<int> partners_of(int root) const;
   std::vector<int> others_of(int root) const;  // at root: the ranks of other nodes; at those: root
   std::byte* scratch(size_t bytes);

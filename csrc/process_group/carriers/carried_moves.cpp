@@ -10,11 +10,6 @@ namespace ark {
 
 namespace {
 
-constexpr size_t kMostPiece = 512 << 10;  // of a message and of a round
-constexpr size_t kRoundBytes = 1 << 20;   // of all pieces in a round
-static_assert(kRoundBytes <= kMaxChunkBytes);
-constexpr size_t kPiecesAhead = 2;  // rounds between a piece's message and the round that publishes it
-
 void copy(void* to, const void* from, size_t bytes) {
   if (to != from) copy_bytes(to, from, bytes);
 }
@@ -53,9 +48,8 @@ void CarriedCommunicator::gather_whole(Exchange& exchange, const void* in, void*
 // kPiecesAhead of the blocks that it received.
 void CarriedCommunicator::gather_in_pieces(Exchange& exchange, const void* in, void* const* outs, size_t bytes) {
   using enum MessageChannel;
-  const size_t most = kRoundBytes / plan_.most_stood_for() / kAlign * kAlign;
-  const size_t piece = std::min(bytes, std::clamp<size_t>(most, kAlign, kMostPiece));
-  const size_t pieces = (bytes + piece - 1) / piece, ahead = std::min(kPiecesAhead, pieces);
+  const CarriedPath path = path_of(exchange, bytes);
+  const size_t piece = path.piece, pieces = path.pieces, ahead = std::min(kPiecesAhead, pieces);
   const auto length = [&](size_t k) { return std::min(piece, bytes - k * piece); };
   meet(exchange, plan_.peers());
   const std::vector<int>& foreign = plan_.targets();  // ranks whose blocks this rank receives
@@ -121,9 +115,9 @@ void CarriedCommunicator::broadcast_in_pieces(Exchange& exchange, void* data_, s
   const int root = exchange.operation.descriptor.root;
   const std::vector<int> partners = partners_of(root);
   const int source = plan_.stands_for(root, plan_.node());  // the rank that publishes in this node
-  const bool in_first = bytes <= First::kRoom;
-  const size_t piece = std::max<size_t>(1, std::min(bytes, kMostPiece));
-  const size_t pieces = std::max<size_t>(1, (bytes + piece - 1) / piece);
+  const CarriedPath path = path_of(exchange, bytes);
+  const bool in_first = path.way == CarriedWay::first;
+  const size_t piece = path.piece, pieces = path.pieces;
   const auto length = [&](size_t k) { return std::min(piece, bytes - k * piece); };
   expect(partners);
   for (const int peer : partners)

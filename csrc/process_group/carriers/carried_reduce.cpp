@@ -14,9 +14,7 @@ namespace ark {
 
 namespace {
 
-constexpr size_t kChunk = 1 << 20;  // in bytes
-static_assert(kChunk <= kMaxChunkBytes);
-constexpr size_t kLag = 1;             // steps between two stages of a chunk
+constexpr size_t kLag = kSumLag;
 constexpr size_t kSlots = kLag + 1;    // buffers between two stages
 constexpr size_t kPartAlign = kAlign;  // in bytes; parts of a chunk start on cache lines
 
@@ -28,7 +26,8 @@ constexpr size_t kPartAlign = kAlign;  // in bytes; parts of a chunk start on ca
 // ranks, and sends are waited for only before their memory is reused, so the waits cannot form a cycle.
 class CarriedCommunicator::ChunkedReduce {
  public:
-  ChunkedReduce(CarriedCommunicator& of, Exchange& exchange, const void* in, void* out, size_t count, int root)
+  ChunkedReduce(CarriedCommunicator& of, Exchange& exchange, const void* in, void* out, size_t count, int root,
+                const CarriedPath& path)
       : of_(of),
         exchange_(exchange),
         plan_(of.plan_),
@@ -42,8 +41,8 @@ class CarriedCommunicator::ChunkedReduce {
         element_(size_of(exchange.operation.descriptor.dtype)),
         partial_(reduction_.partial_size()),
         unit_(std::max<size_t>(1, kPartAlign / element_)),
-        chunk_(kChunk / element_),
-        chunks_((count + chunk_ - 1) / chunk_),
+        chunk_(path.piece / element_),
+        chunks_(path.pieces),
         ranks_(rounds_.size()),
         rail_(plan_.local() < plan_.rails() ? plan_.local() : -1),
         lone_(ranks_ == 1),
@@ -219,7 +218,8 @@ class CarriedCommunicator::ChunkedReduce {
 };
 
 void CarriedCommunicator::reduce_in_chunks(Exchange& exchange, const void* in, void* out, size_t count, int root) {
-  ChunkedReduce(*this, exchange, in, out, count, root).run();
+  const CarriedPath path = path_of(exchange, count * size_of(exchange.operation.descriptor.dtype));
+  ChunkedReduce(*this, exchange, in, out, count, root, path).run();
 }
 
 // reduce_scatter: every rank publishes piece k of all blocks. A block owner's representative adds the node's pieces and
@@ -232,10 +232,9 @@ void CarriedCommunicator::reduce_blocks(Exchange& exchange, const void* const* i
   Rounds& rounds = node_->rounds();
   const size_t element = size_of(operation.descriptor.dtype), partial = reduction.partial_size();
   const int nodes = plan_.nodes(), node = plan_.node(), ranks = rounds.size();
-  const bool in_first = count * partial <= First::kRoom && count * element * size_ <= kChunk;
-  const size_t most = plan_.flat() ? kChunk : kChunk / size_;  // in bytes
-  const size_t piece = std::max<size_t>(1, std::min(most / element, count));
-  const size_t pieces = std::max<size_t>(1, (count + piece - 1) / piece);
+  const CarriedPath path = path_of(exchange, count * element);
+  const bool in_first = path.way == CarriedWay::first;
+  const size_t piece = path.piece / element, pieces = path.pieces;
   const auto elements = [&](size_t k) { return std::min(piece, count - k * piece); };
   std::vector<int> blocks = plan_.targets();  // blocks that this rank adds up
   blocks.push_back(rank_);

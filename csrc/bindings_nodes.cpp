@@ -1,0 +1,76 @@
+// Python bindings of the plan of groups over several nodes, for the simulator (ark_torch/simulation): who exchanges
+// with whom, and which way a collective of some size takes.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <string>
+#include <vector>
+
+#include "bindings_plan.hpp"
+#include "collectives/carried_path.hpp"
+#include "collectives/node_plan.hpp"
+
+namespace ark {
+
+namespace {
+
+namespace py = pybind11;
+
+NodePlan plan_of(const std::vector<int>& node_of, int rank) {
+  if (rank < 0 || rank >= static_cast<int>(node_of.size()))
+    throw py::value_error("rank " + std::to_string(rank) + " is not in a group of " + std::to_string(node_of.size()) +
+                          ": give node_of a node for every rank");
+  return {node_of, rank};
+}
+
+Kind kind_of(const std::string& name) {
+  for (int kind = 0; kind < kKinds; ++kind)
+    if (name == name_of(static_cast<Kind>(kind))) return static_cast<Kind>(kind);
+  throw py::value_error("kind '" + name + "' is no collective, such as 'all_reduce'");
+}
+
+py::dict described(const std::vector<int>& node_of, int rank) {
+  const NodePlan plan = plan_of(node_of, rank);
+  std::vector<std::vector<int>> members;
+  std::vector<int> stand_ins;  // by node: who stands for this rank there
+  for (int node = 0; node < plan.nodes(); ++node) {
+    members.push_back(plan.members(node));
+    stand_ins.push_back(plan.stands_for(rank, node));
+  }
+  py::dict made;
+  made["members"] = members;
+  made["stand_ins"] = stand_ins;
+  made["peers"] = plan.peers();
+  made["targets"] = plan.targets();
+  made["rails"] = plan.rails();
+  made["parcel_limit"] = plan.parcel_limit();
+  return made;
+}
+
+py::tuple path_of(const std::string& kind, size_t bytes, size_t element, size_t partial,
+                  const std::vector<int>& node_of) {
+  if (element == 0 || partial == 0) throw py::value_error("element and partial are bytes, 1 or more");
+  const CarriedPath path = carried_path(kind_of(kind), bytes, element, partial, plan_of(node_of, 0));
+  return py::make_tuple(name_of(path.way), path.piece, path.pieces);
+}
+
+py::dict sizes() {
+  py::dict made;
+  made["first_message"] = kFirstMessage;
+  made["first_room"] = kFirstRoom;
+  made["sum_lag"] = kSumLag;
+  made["pieces_ahead"] = kPiecesAhead;
+  made["most_piece"] = kMostPiece;
+  return made;
+}
+
+}  // namespace
+
+void bind_nodes(py::module_& m) {
+  m.def("_node_plan", &described, py::arg("node_of"), py::arg("rank"));
+  m.def("_carried_path", &path_of, py::arg("kind"), py::arg("bytes"), py::arg("element"), py::arg("partial"),
+        py::arg("node_of"), "(way, piece, pieces): carried_path.hpp");
+  m.def("_carried_sizes", &sizes);
+}
+
+}  // namespace ark
