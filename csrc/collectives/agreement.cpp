@@ -19,6 +19,7 @@ std::string describe(const Descriptor& d) {
   if (d.kind == Kind::all_reduce || d.kind == Kind::reduce || d.kind == Kind::reduce_scatter) {
     text += std::string(", ") + name_of(d.op);
     if (d.algorithm == kFlatOrder) text += ", order flat";
+    if (d.algorithm == kInputPartials) text += ", partials input";
   }
   if (d.root >= 0) text += ", root " + std::to_string(d.root);
   return text + ") #" + std::to_string(d.sequence);
@@ -36,12 +37,13 @@ std::optional<Error> disagreement(const Operation& operation, const Descriptor& 
       ErrorKind::mismatch,
       "ranks disagree: rank " + std::to_string(rank) + " called " + describe(mine) + ", rank " + std::to_string(peer) +
           " called " + describe(theirs) + (only_shape ? " with a tensor of another shape" : ""),
-      ErrorContext{rank, peer, operation.context.name, operation.context.sequence,
-                   (theirs.kind == mine.kind && theirs.algorithm != mine.algorithm
-                        ? std::string("Give every rank the same Options.order (ARK_ORDER).")
-                        : std::string("Call the same collective with the same size, dtype, reduce op and root on every "
-                                      "rank, in the same order.")) +
-                       kThen});
+      ErrorContext{
+          rank, peer, operation.context.name, operation.context.sequence,
+          (theirs.kind == mine.kind && theirs.algorithm != mine.algorithm
+               ? std::string("Give every rank the same Options.order (ARK_ORDER) and Options.partials (ARK_PARTIALS).")
+               : std::string("Call the same collective with the same size, dtype, reduce op and root on every "
+                             "rank, in the same order.")) +
+              kThen});
 }
 
 std::optional<Error> broken_promise(const Operation& operation, int rank, int from, int to, uint64_t sent,
