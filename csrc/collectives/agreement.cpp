@@ -7,6 +7,8 @@ namespace ark {
 
 namespace {
 
+constexpr const char* kSettings =
+    "Give every rank the same Options.order (ARK_ORDER) and Options.partials (ARK_PARTIALS).";
 constexpr const char* kThen = " Then destroy the process group and create it again.";
 
 std::string describe(const Descriptor& d) {
@@ -37,13 +39,12 @@ std::optional<Error> disagreement(const Operation& operation, const Descriptor& 
       ErrorKind::mismatch,
       "ranks disagree: rank " + std::to_string(rank) + " called " + describe(mine) + ", rank " + std::to_string(peer) +
           " called " + describe(theirs) + (only_shape ? " with a tensor of another shape" : ""),
-      ErrorContext{
-          rank, peer, operation.context.name, operation.context.sequence,
-          (theirs.kind == mine.kind && theirs.algorithm != mine.algorithm
-               ? std::string("Give every rank the same Options.order (ARK_ORDER) and Options.partials (ARK_PARTIALS).")
-               : std::string("Call the same collective with the same size, dtype, reduce op and root on every "
-                             "rank, in the same order.")) +
-              kThen});
+      ErrorContext{rank, peer, operation.context.name, operation.context.sequence,
+                   (theirs.kind == mine.kind && theirs.algorithm != mine.algorithm
+                        ? std::string(kSettings)
+                        : std::string("Call the same collective with the same size, dtype, reduce op and root on every "
+                                      "rank, in the same order.")) +
+                       kThen});
 }
 
 std::optional<Error> broken_promise(const Operation& operation, int rank, int from, int to, uint64_t sent,

@@ -1,8 +1,10 @@
 // Sums over several nodes have the bits of the CPU's groups, in each order and with each kind of partial sums: for
 // every type that rounds, on nodes of several ranks, in and out of place, in one hop, in parts and in slices.
 #include <algorithm>
+#include <cstring>
 #include <random>
 #include <set>
+#include <span>
 
 #include "collectives/cpu/staged_reduce.hpp"
 #include "collectives/cuda/between/nodes_world.hpp"
@@ -24,7 +26,10 @@ void PrintTo(const Case& one, std::ostream* out) {
 std::vector<uint8_t> input_of(int rank, size_t bytes) {
   std::mt19937 random(static_cast<uint32_t>(rank));
   std::vector<uint8_t> all(bytes);
-  for (uint8_t& byte : all) byte = random() & 0xbf;
+  for (size_t i = 0; i < bytes; i += 4) {
+    const uint32_t word = static_cast<uint32_t>(random()) & 0xbfbfbfbf;
+    std::memcpy(all.data() + i, &word, std::min<size_t>(4, bytes - i));
+  }
   return all;
 }
 
@@ -76,7 +81,7 @@ TEST_P(NodesSums, HaveTheBitsOfTheCpu) {
   };
   std::vector<Work> works;
   std::set<std::string> told;  // kinds whose bits tell these settings from the others
-  for (const auto& [dtype, op] : kinds)
+  for (const auto& [dtype, op] : std::span(kinds).first(test::cases(std::size(kinds))))
     for (size_t i = 0; i < std::min(most_blocks + (dtype == DType::bf16 && op == ReduceOp::sum), std::size(blocks));
          ++i) {
       Work work{dtype, op, blocks[i], {}, {}};
@@ -91,8 +96,7 @@ TEST_P(NodesSums, HaveTheBitsOfTheCpu) {
       }
       works.push_back(std::move(work));
     }
-  for (const char* const name : {"bfloat16", "float32", "float64"})
-    EXPECT_EQ(told.count(name), form.places > 1 ? 1U : 0U) << name;
+  for (const char* const name : {"bfloat16", "float32"}) EXPECT_EQ(told.count(name), form.places > 1 ? 1U : 0U) << name;
   EXPECT_FALSE(told.count("int32"));
 
   expect_quiet(world.run([&](Communicator& group, World::Rank&, int me) {
