@@ -42,6 +42,7 @@ class Options(dist.Backend.Options):  # type: ignore[name-defined,misc]
     buffer_mb: int
     reduction: str
     order: str
+    partials: str
     net: str
     rdma: RdmaOptions
     share_gpu: bool

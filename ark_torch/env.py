@@ -320,6 +320,14 @@ class Settings:
         "flat: in the order of all ranks, the same bits as on one node whatever the placement, for more bytes.",
         choices=("node", "flat"),
     )
+    partials: str = _variable(
+        "ARK_PARTIALS",
+        "choice",
+        "float32",
+        "What nodes send each other of sums of 8- and 16-bit floats. float32: a node's sum as it was added, which is "
+        "rounded once, in the end. input: rounded to the tensor's type, for half the bytes (of float8 a quarter).",
+        choices=("float32", "input"),
+    )
     share_gpu: bool = _variable(
         "ARK_SHARE_GPU",
         "bool",

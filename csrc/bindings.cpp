@@ -322,11 +322,18 @@ PYBIND11_MODULE(_C, m) {
             self.fast_reduction = reduction == "fast";
           })
       .def_property(
-          "order", [](const Options& self) { return self.flat_order ? "flat" : "node"; },
+          "order", [](const Options& self) { return self.sums.flat ? "flat" : "node"; },
           [](Options& self, const std::string& order) {
             if (order != "node" && order != "flat")
               throw py::value_error("order is '" + order + "': it takes 'node' or 'flat'");
-            self.flat_order = order == "flat";
+            self.sums.flat = order == "flat";
+          })
+      .def_property(
+          "partials", [](const Options& self) { return self.sums.input_partials ? "input" : "float32"; },
+          [](Options& self, const std::string& partials) {
+            if (partials != "float32" && partials != "input")
+              throw py::value_error("partials is '" + partials + "': it takes 'float32' or 'input'");
+            self.sums.input_partials = partials == "input";
           })
       .def_property(
           "net", [](const Options& self) { return kNets[static_cast<int>(self.net)]; },

@@ -83,6 +83,7 @@ def complete(given: Any, settings: env.Settings | None = None) -> Any:
         options.buffer_mb = settings.buffer_mb
         options.reduction = settings.reduction
         options.order = settings.order
+        options.partials = settings.partials
         options.timing = settings.timing
         options.flight_record = settings.flight_record
         options.flight_dump = settings.flight_dump

@@ -7,6 +7,8 @@ namespace ark {
 
 namespace {
 
+constexpr const char* kSettings =
+    "Give every rank the same Options.order (ARK_ORDER) and Options.partials (ARK_PARTIALS).";
 constexpr const char* kThen = " Then destroy the process group and create it again.";
 
 std::string describe(const Descriptor& d) {
@@ -19,6 +21,7 @@ std::string describe(const Descriptor& d) {
   if (d.kind == Kind::all_reduce || d.kind == Kind::reduce || d.kind == Kind::reduce_scatter) {
     text += std::string(", ") + name_of(d.op);
     if (d.algorithm == kFlatOrder) text += ", order flat";
+    if (d.algorithm == kInputPartials) text += ", partials input";
   }
   if (d.root >= 0) text += ", root " + std::to_string(d.root);
   return text + ") #" + std::to_string(d.sequence);
@@ -38,7 +41,7 @@ std::optional<Error> disagreement(const Operation& operation, const Descriptor& 
           " called " + describe(theirs) + (only_shape ? " with a tensor of another shape" : ""),
       ErrorContext{rank, peer, operation.context.name, operation.context.sequence,
                    (theirs.kind == mine.kind && theirs.algorithm != mine.algorithm
-                        ? std::string("Give every rank the same Options.order (ARK_ORDER).")
+                        ? std::string(kSettings)
                         : std::string("Call the same collective with the same size, dtype, reduce op and root on every "
                                       "rank, in the same order.")) +
                        kThen});

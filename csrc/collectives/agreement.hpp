@@ -8,8 +8,10 @@
 
 namespace ark {
 
-// The Descriptor::algorithm of sums over several nodes in the order of all ranks (Options::flat_order).
+// The Descriptor::algorithm of sums over several nodes in the order of all ranks, or with rounded partials
+// (Options::sums).
 inline constexpr uint8_t kFlatOrder = 255;
+inline constexpr uint8_t kInputPartials = 254;
 
 // `theirs` comes from another process: it is compared as bytes, and described only after its numbers were checked.
 std::optional<Error> disagreement(const Operation& operation, const Descriptor& theirs, int rank, int peer);

@@ -164,7 +164,7 @@ void ProcessGroupArk::join_nodes(StoreAdapter& store, const ConnectResult& resul
                                            NodeBeats::period_of(options_->timeout));
   RdmaAgreement rdma = agree_on_rdma(
       {rank_, size_, result.start, options_->net, options_->rdma, options_->timeout, plan.peers()}, store, own_store);
-  plan_ = plan.text() + parcels_of(plan) + (options_->flat_order && !plan.flat() ? ", order flat" : "") +
+  plan_ = plan.text() + parcels_of(plan) + (plan.flat() ? "" : text_of(options_->sums)) +
           (rdma.carrier && options_->net == rdma::Wish::rdma && BetweenStage::why_not(plan).empty()
                ? ", CUDA tensors likewise"
                : "") +
@@ -194,7 +194,7 @@ void ProcessGroupArk::join_nodes(StoreAdapter& store, const ConnectResult& resul
   const std::shared_ptr<Carrier> between = rdma.carrier ? std::shared_ptr<Carrier>(rdma.carrier) : gloo;
   auto communicator =
       std::make_unique<CarriedCommunicator>(rank_, size_, between, gloo, std::move(beats), std::move(plan),
-                                            std::move(node), shm_options_of(*options_), options_->flat_order);
+                                            std::move(node), shm_options_of(*options_), options_->sums);
   core_->node_health = &communicator->node_health();
   core_->communicator = std::move(communicator);
 }

@@ -24,6 +24,7 @@
 #include "collectives/cuda/registration.hpp"
 #include "collectives/dispatch.hpp"
 #include "collectives/node_plan.hpp"
+#include "collectives/sum_order.hpp"
 #include "cuda/fused/tiles.cuh"
 #include "dma/rdma/endpoint.hpp"
 #include "dma/rdma/options.hpp"
@@ -64,7 +65,7 @@ class ProcessGroupArk : public c10d::Backend {
     bool nccl_leaves_p2p = false;            // PyTorch's NCCL avoids peers' memory (NCCL_P2P_DISABLE); rank 0's
     bool timing = false;                     // operations on CUDA tensors record device times
     bool fast_reduction = false;             // CUDA tensors: sums in any order if that measured faster; rank 0's
-    bool flat_order = false;                 // over several nodes: add in the order of all ranks, as on one node
+    SumOrder sums;                           // over several nodes; alike on all ranks
     rdma::Wish net = rdma::Wish::automatic;  // carrier between nodes
     rdma::Options rdma;                      // settings for RDMA
     int64_t global_rank = -1;                // for names of dumps; -1: the rank in the group

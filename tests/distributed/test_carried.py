@@ -17,7 +17,7 @@ from support.grid import CARRIERS, cases, factor_of, op_of
 from support.groups import ark_only
 from support.launcher import Job, run_ranks
 from support.rank import Rank
-from support.reference import assert_same_bits, make_input, reduce
+from support.reference import as_bytes, assert_same_bits, make_input, reduce
 
 pytestmark = [ark_only]
 
@@ -259,6 +259,38 @@ def _flat_order(rank: Rank, placement: Placement) -> None:
 )
 def test_flat_order_has_the_bits_of_one_node(placement: Placement) -> None:
     run_ranks(_flat_order, len(placement), placement)
+
+
+def _rounded_partials(rank: Rank, placement: Placement) -> None:
+    """ARK_PARTIALS=input rounds each node's sum. Types that are not wider in float32 do not know it."""
+    os.environ["ARK_PARTIALS"] = "input"
+    backend = on_nodes(rank, placement)._get_backend(torch.device("cpu"))
+    assert ", partials input" in backend.plan, backend.plan
+    me, world = rank.rank, rank.world_size
+    for dtype in (torch.bfloat16, torch.float8_e5m2, torch.float32):
+        for count in (1, 777, 1_100_003):
+            inputs = [
+                (torch.randn(count, generator=torch.Generator().manual_seed(r)) * 10.0 ** (r % 3)).to(dtype)
+                for r in range(world)
+            ]
+            of_nodes = [
+                reduce([inputs[r] for r in range(world) if placement[r] == node], "SUM")
+                for node in dict.fromkeys(placement)
+            ]
+            wanted = reduce(of_nodes, "SUM")
+            exact = reduce(inputs, "SUM", nodes=placement)
+            assert torch.equal(as_bytes(wanted), as_bytes(exact)) == (dtype is torch.float32 or count == 1)
+            x = inputs[me].clone()
+            dist.all_reduce(x)
+            assert_same_bits(x, wanted, f"all_reduce {dtype} {count}")
+            x = inputs[me].clone()
+            dist.reduce(x, 1)
+            assert_same_bits(x, wanted if me == 1 else inputs[me], f"reduce {dtype} {count}")
+
+
+@pytest.mark.parametrize("placement", [(0, 1, 0, 1, 1), by_night((0, 0, 1, 1, 1))], ids=str)
+def test_partials_of_the_inputs_type(placement: Placement) -> None:
+    run_ranks(_rounded_partials, len(placement), placement)
 
 
 def _other_order(rank: Rank) -> None:

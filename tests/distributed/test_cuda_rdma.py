@@ -22,6 +22,8 @@ from support.launcher import Job, run_ranks
 from support.pretended import verbs
 from support.pretended.groups import BIG, begin, every, host, on_rank
 from support.rank import Rank
+from support.reference import assert_same_bits
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 pytestmark = [ark_only]
 
@@ -137,6 +139,95 @@ def test_what_one_rank_lacks_leaves_all_to_nccl(env: Env) -> None:
     outcomes = run_ranks(_one_has_no_memory, 2, env=env)
     assert [carrier for carrier, _ in outcomes] == ["nccl", "nccl"]
     assert "rank 1: " in outcomes[0][1][0], outcomes
+
+
+def _sums(rank: Rank, order: str, partials: str) -> list[torch.Tensor]:
+    """Sums of halves on CUDA and on CPU tensors, and what the plan says. One rank a node: one order for all."""
+    os.environ.update(ARK_ORDER=order, ARK_PARTIALS=partials)
+    group, _, _ = _start(rank)
+    found = []
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for count in (1, 777, 20001):
+            values = torch.randn(count, generator=torch.Generator().manual_seed(count + rank.rank)) * 10.0**rank.rank
+            for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+                x, wanted = pretended.on(rank.rank, values.to(dtype)), values.to(dtype)
+                dist.all_reduce(x, op, group=group)
+                dist.all_reduce(wanted, op, group=group)
+                assert_same_bits(host(x), wanted, f"{dtype} {count} {op}")
+                found.append(wanted)
+    assert group._get_backend(torch.device("cuda")).cuda_carrier == "ark"
+    return found
+
+
+def test_sums_have_the_bits_of_cpu_groups(env: Env) -> None:
+    one = run_ranks(_sums, 3, "node", "float32", env=env)
+    flat = run_ranks(_sums, 3, "flat", "input", env=env)
+    for x, y in zip([x for found in one for x in found], [y for found in flat for y in found], strict=True):
+        assert torch.equal(x, y)
+
+
+def _other_settings(rank: Rank, nodes: tuple[int, ...], variable: str, value: str) -> str:
+    if rank.rank == 1:
+        os.environ[variable] = value
+    group, _, _ = _start(rank, nodes[rank.rank])
+    x = on_rank(rank, torch.full((8,), 1.0))
+    with pytest.raises(RuntimeError, match="ranks disagree: rank") as raised:
+        dist.all_reduce(x, group=group)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("variable", "value"), [("ARK_ORDER", "flat"), ("ARK_PARTIALS", "input")])
+def test_all_ranks_have_the_same_settings(variable: str, value: str, env: Env) -> None:
+    for told in run_ranks(_other_settings, 4, (0, 0, 1, 1), variable, value, env=env):
+        assert f"({variable})" in told, told
+
+
+def _premultiplied(rank: Rank) -> None:
+    group, carriers, _ = _start(rank)
+    x = on_rank(rank, torch.full((8,), 1.0))
+    dist.all_reduce(x, group=group)
+    with pytest.raises(ValueError, match=r"PREMUL_SUM of CUDA tensors goes through NCCL.*ARK_ORDER=flat"):
+        dist.all_reduce(x, dist._make_nccl_premul_sum(0.5), group=group)
+    assert not _carried_by(carriers)
+
+
+def test_a_premultiplied_sum_has_no_flat_order(env: Env) -> None:
+    run_ranks(_premultiplied, 2, env={**env, "ARK_ORDER": "flat"})
+
+
+def _compiled(rank: Rank, carried: bool) -> tuple[list[str], list[bool]]:
+    """Cuts a graph of products around an all_reduce. Returns what falls back, and which pieces are ark's."""
+    from ark_torch.compile import capture
+    from ark_torch.compile.options import parse
+    from ark_torch.compile.report import GraphReport
+
+    group, _, _ = _start(rank)
+    if carried:
+        dist.all_reduce(on_rank(rank, torch.full((8,), 1.0)), group=group)
+    mode = FakeTensorMode()
+
+    def value(node: torch.fx.Node) -> torch.fx.Node:
+        node.meta["val"] = FakeTensor(mode, torch.empty(64, 64, device="meta"), torch.device("cuda", rank.rank))
+        return node
+
+    graph, functional, aten = torch.fx.Graph(), torch.ops._c10d_functional, torch.ops.aten
+    x = value(graph.placeholder("x"))
+    before = value(graph.call_function(aten.mm.default, (x, x)))
+    started = value(graph.call_function(functional.all_reduce.default, (before, "sum", group.group_name)))
+    ended = value(graph.call_function(functional.wait_tensor.default, (started,)))
+    after = value(graph.call_function(aten.mm.default, (ended, x)))
+    graph.output((after,))
+    report = GraphReport()
+    options = parse(None, {"minimum": 1})
+    builder = capture.cut(torch.fx.GraphModule(torch.nn.Module(), graph), options, report)
+    return [str(fallback) for fallback in report.fallbacks], [piece.ark for piece in builder._pieces]
+
+
+@pytest.mark.parametrize("carried", [False, True], ids=["unused", "carried"])
+def test_regions_are_cut_at_such_a_group(carried: bool, env: Env) -> None:
+    for fallbacks, pieces in run_ranks(_compiled, 2, carried, env=env):
+        assert fallbacks and all("a collective on a group over several nodes" in told for told in fallbacks), fallbacks
+        assert pieces == [True, False, True]
 
 
 def _alone(rank: Rank, how: str) -> tuple[float, str]:

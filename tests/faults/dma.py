@@ -31,6 +31,22 @@ FAULTS = (
         "thread:collectives/cuda/between.nodes_communicator_test",
     ),
     fault(
+        "protocol.between_own_parts",
+        "ark_torch/kernels/cuda/between.cuh",
+        "inbox(node, k) + place * each",
+        "inbox(node, k)",
+        "every rank of another node counts as its first in sums in the order of all ranks",
+        "collectives/cuda/between.nodes_sums_test",
+    ),
+    fault(
+        "protocol.between_chunk_too_wide",
+        "csrc/collectives/cuda/between/between_stage.cpp",
+        "chunk / (parts.wide ? wider : parts.count)",
+        "chunk / (parts.wide ? 1 : parts.count)",
+        "float32 partials run over their slot, into the next one",
+        "collectives/cuda/between.nodes_sums_test",
+    ),
+    fault(
         "protocol.arrived_relaxed",
         CHANNELS + "slots.hpp",
         "    if (known_ <= received_) known_ = load_acquire(*arrived_);",

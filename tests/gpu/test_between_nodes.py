@@ -19,6 +19,7 @@ from on_gpu import WORLD, run, start
 from support.launcher import Job
 from support.pretended import verbs
 from support.rank import Rank
+from support.reference import assert_same_bits
 
 Env = dict[str, str | None]
 COUNTS = (1, 77, 5000, 1 << 18, (3 << 20) + 5)
@@ -113,6 +114,58 @@ def _collectives(rank: Rank, placement: tuple[int, ...]) -> str:
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 def test_collectives(placement: tuple[int, ...], env: Env) -> None:
     assert run(_collectives, placement, world=len(placement), env=env) == ["ark"] * len(placement)
+
+
+def _bits(rank: Rank, placement: tuple[int, ...], order: str, partials: str) -> str:
+    """CUDA tensors have the bits of CPU tensors in the same group, whatever the settings, eagerly and in a graph."""
+    os.environ.update(ARK_ORDER=order, ARK_PARTIALS=partials)
+    device, group = _begin(rank, placement)
+    me, size = rank.rank, rank.world_size
+    for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float32, torch.complex64):
+        for count in (1, 777, 40_001, (1 << 20) + 3):
+            values = torch.randn(count * size, generator=torch.Generator().manual_seed(count + me)) * 10.0 ** (me % 3)
+            x = values[:count].to(dtype)
+            for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+                if dtype.is_complex and op == dist.ReduceOp.AVG:
+                    continue
+                got, wanted = x.to(device), x.clone()
+                dist.all_reduce(got, op, group=group)
+                dist.all_reduce(wanted, op, group=group)
+                assert_same_bits(got.cpu(), wanted, f"all_reduce {dtype} {count} {op}")
+                got, wanted = x.to(device), x.clone()
+                dist.reduce(got, group_dst=size - 1, op=op, group=group)
+                dist.reduce(wanted, group_dst=size - 1, op=op, group=group)
+                assert_same_bits(got.cpu(), wanted, f"reduce {dtype} {count} {op}")
+                whole = values.to(dtype)
+                got, wanted = torch.empty(count, dtype=dtype, device=device), torch.empty(count, dtype=dtype)
+                dist.reduce_scatter_tensor(got, whole.to(device), op, group=group)
+                dist.reduce_scatter_tensor(wanted, whole, op, group=group)
+                assert_same_bits(got.cpu(), wanted, f"reduce_scatter {dtype} {count} {op}")
+    # More than the memory between the stages holds, so in slices.
+    wanted = torch.randn((17 << 20) + 3, generator=torch.Generator().manual_seed(me)).bfloat16()
+    got = wanted.to(device)
+    dist.all_reduce(got, group=group)
+    dist.all_reduce(wanted, group=group)
+    assert_same_bits(got.cpu(), wanted, "slices")
+    graph, static = torch.cuda.CUDAGraph(), torch.zeros(100_003, dtype=torch.bfloat16, device=device)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        dist.all_reduce(static, group=group)
+    for seed in range(5):
+        wanted = torch.randn(static.numel(), generator=torch.Generator().manual_seed(seed * size + me)).bfloat16()
+        static.copy_(wanted)
+        graph.replay()
+        dist.all_reduce(wanted, group=group)
+        assert_same_bits(static.cpu(), wanted, f"replay {seed}")
+    torch.cuda.synchronize()
+    del graph
+    return str(group._get_backend(torch.device("cuda")).cuda_carrier)
+
+
+@pytest.mark.parametrize(("order", "partials"), [("node", "float32"), ("node", "input"), ("flat", "float32")])
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_sums_have_the_bits_of_cpu_groups(placement: tuple[int, ...], order: str, partials: str, env: Env) -> None:
+    assert run(_bits, placement, order, partials, world=len(placement), env=env) == ["ark"] * len(placement)
 
 
 def _graph(rank: Rank, placement: tuple[int, ...]) -> None:

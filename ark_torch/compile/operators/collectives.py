@@ -36,6 +36,8 @@ def resolved(name: Any, device: torch.device) -> dist.ProcessGroup:
         raise Unsupported(f"a collective on a group of backend {kind}, not ark")
     if device.type != "cpu" and backend.cuda_carrier not in ("", "ark"):
         raise Unsupported(f"a collective on a group whose GPU tensors are carried by {backend.cuda_carrier}")
+    if device.type != "cpu" and not backend.shares_memory:
+        raise Unsupported("a collective on a group over several nodes, which a loop kernel's tasks do not reach")
     return group
 
 

@@ -6,6 +6,11 @@
 // pinned memory, what has come from each node. So a graph's replay needs no work of the host's issuing thread. The
 // memory is the GPU's where the NIC reaches that, else pinned memory of the host; the kernel does not see a difference.
 // Lanes are blocks; each has slots, counts and a ring of its own.
+//
+// Sums come in three forms. Nodes send each other what their ranks' sum is, in the tensors' type; or that sum as it was
+// added, in float32 (add_wide), so that only the last sum is rounded; or the inputs of all their ranks, side by side in
+// a slot, which are added in the order of all ranks. The last two take the inputs of the node's other ranks from the
+// device's memory, where an all_to_all of the node has brought them.
 #pragma once
 
 #include "cuda/packet.cuh"
@@ -27,6 +32,7 @@ inline constexpr int kMostNodes = 64;
 inline constexpr uint32 kMostBetweenLanes = 16;
 inline constexpr uint32 kBetweenThreads = 512;
 inline constexpr uint64 kLeastOfLane = 64 << 10;  // bytes of a message that are worth a lane
+inline constexpr int kMostPlaces = kMaxRanks;     // ranks of a node
 
 // In host memory that the host writes: chunks and credits that came from a node, for a lane.
 struct alignas(16) BetweenHeard {
@@ -53,6 +59,20 @@ struct BetweenWindow {
   int nodes, node;
 };
 
+// The inputs of a sum that a node brings to what another node adds up. One: its sum, or its only rank's. Else `count`,
+// one of each of its ranks: that of place `own` where BetweenParams::send says, the one of place i for node n at others
+// + i * stride + at[n]. order: in which inputs of all nodes are added (but by add_wide), as node * kMostPlaces + place.
+struct BetweenParts {
+  const char* others;
+  uint64 stride;
+  uint64 at[kMostNodes];
+  int count, own;
+  uint16 order[kMostNodes * kMostPlaces];
+};
+
+// move: no sum. add_wide: partial sums in float32.
+enum class BetweenForm : uint8 { move, add, add_wide };
+
 struct BetweenParams {
   BetweenWindow window;
   GroupStatus* status;
@@ -62,6 +82,8 @@ struct BetweenParams {
   DType dtype;  // for GenericRule
   ReduceOp op;
   uint16 reserved;
+  uint64 piece_bytes;  // of a message, in a chunk: a multiple of 16
+  BetweenParts parts;
   int names[kMostNodes];  // the rank that this one exchanges with, by node
   const void* send[kMostNodes];
   void* receive[kMostNodes];
@@ -110,6 +132,10 @@ ARK_HOST_DEVICE constexpr uint64 between_chunks(uint64 bytes, uint64 chunk_bytes
   return (bytes + chunk_bytes - 1) / chunk_bytes;
 }
 
+ARK_HOST_DEVICE constexpr uint64 between_padded(uint64 bytes) {
+  return (bytes + 15) / 16 * 16;
+}
+
 #if defined(__CUDACC__)
 #define ARK_TEAM_CODE __device__ __forceinline__
 #define ARK_TEAM_CALL __device__ __noinline__  // what is long or waits, so that the kernel stays small
@@ -129,13 +155,18 @@ struct Between {
   ARK_TEAM_CODE BetweenLane& state() const { return p.window.state[lane]; }
   ARK_TEAM_CODE const BetweenHeard& heard(int node) const { return p.window.heard[lane * p.window.nodes + node]; }
   ARK_TEAM_CODE BetweenPart part(uint64 bytes) const { return between_part(bytes, lane, p.window.lanes); }
-  ARK_TEAM_CODE uint64 chunks(uint64 bytes) const { return between_chunks(part(bytes).bytes, p.window.chunk_bytes); }
+  ARK_TEAM_CODE uint64 chunks(uint64 bytes) const { return between_chunks(part(bytes).bytes, p.piece_bytes); }
   ARK_TEAM_CODE int other(int distance) const { return (p.window.node + distance) % p.window.nodes; }
   // Chunk k of a message's part in this lane.
   ARK_TEAM_CODE BetweenPart chunk(uint64 bytes, uint64 k) const {
     const BetweenPart all = part(bytes);
-    const uint64 begin = k * p.window.chunk_bytes, left = all.bytes - begin;
-    return {all.begin + begin, left < p.window.chunk_bytes ? left : p.window.chunk_bytes};
+    const uint64 begin = k * p.piece_bytes, left = all.bytes - begin;
+    return {all.begin + begin, left < p.piece_bytes ? left : p.piece_bytes};
+  }
+  // What this node's rank at a place gives for a node's sum.
+  ARK_TEAM_CODE const char* input(int node, int place) const {
+    if (place == p.parts.own) return static_cast<const char*>(p.send[node]);
+    return p.parts.others + place * p.parts.stride + p.parts.at[node];
   }
 
   // One thread of the team. False: given up.
@@ -154,16 +185,25 @@ struct Between {
     return true;
   }
 
-  ARK_TEAM_CALL bool send(int node, uint64 k) const {
+  // `fill` writes chunk k for the node to the slot and returns the bytes that go.
+  template <class Fill>
+  ARK_TEAM_CODE bool send(int node, uint64 k, Fill&& fill) const {
     const BetweenWindow& w = p.window;
     const uint64 number = state().pairs[node].sent + k;
     if (!team.by_one([&] { return number < w.slots || await(heard(node).credits, number - w.slots + 1, node); }))
       return false;
-    const BetweenPart piece = chunk(p.send_bytes[node], k);
     const uint64 slot = between_outbox(w) + between_slot(w, lane, node, number);
-    team.copy(w.memory + slot, static_cast<const char*>(p.send[node]) + piece.begin, piece.bytes);
+    const uint64 bytes = fill(w.memory + slot, chunk(p.send_bytes[node], k));
     return team.by_one([&] {
-      return ask(protocol::Request::put_with_signal, node, between_slot(w, lane, w.node, number), slot, piece.bytes);
+      return ask(protocol::Request::put_with_signal, node, between_slot(w, lane, w.node, number), slot, bytes);
+    });
+  }
+  // The inputs themselves, side by side.
+  ARK_TEAM_CALL bool send_inputs(int node, uint64 k) const {
+    return send(node, k, [&](char* slot, const BetweenPart& piece) {
+      const uint64 each = between_padded(piece.bytes);
+      for (int i = 0; i < p.parts.count; i++) team.copy(slot + i * each, input(node, i) + piece.begin, piece.bytes);
+      return (p.parts.count - 1) * each + piece.bytes;
     });
   }
 
@@ -175,9 +215,25 @@ struct Between {
   }
   ARK_TEAM_CODE bool give_credit(int node) const { return ask(protocol::Request::signal, node, 0, 0, 0); }
 
-  // `receive`: takes chunk k of every node that has one, in step k + slots / 2.
-  template <class Receive>
-  ARK_TEAM_CODE bool run(Receive&& receive) const {
+  ARK_TEAM_CODE bool all_arrived(uint64 k) const {
+    return team.by_one([&] {
+      for (int d = p.window.nodes - 1; d > 0; d--)
+        if (!arrived(other(d), k)) return false;
+      return true;
+    });
+  }
+  ARK_TEAM_CODE bool give_credits() const {
+    return team.by_one([&] {
+      for (int d = p.window.nodes - 1; d > 0; d--)
+        if (!give_credit(other(d))) return false;
+      return true;
+    });
+  }
+
+  // `send`: gives a node its chunk k, in step k. `receive`: takes chunk k of every node that has one, in step k + slots
+  // / 2.
+  template <class Send, class Receive>
+  ARK_TEAM_CODE bool run(Send&& send, Receive&& receive) const {
     const BetweenWindow& w = p.window;
     uint64 sends = 0, receives = 0;
     for (int d = 1; d < w.nodes; d++) {
@@ -209,7 +265,8 @@ struct Between {
       team.copy(static_cast<char*>(p.receive[own]) + piece.begin, static_cast<const char*>(p.send[own]) + piece.begin,
                 piece.bytes);
     }
-    return run([&](uint64 k) {
+    const auto give = [&](int node, uint64 k) { return send_inputs(node, k); };
+    return run(give, [&](uint64 k) {
       for (int d = p.window.nodes - 1; d > 0; d--) {
         const int node = other(d);
         if (k >= chunks(p.receive_bytes[node])) continue;
@@ -222,33 +279,73 @@ struct Between {
     });
   }
 
-  // receive[own] = the sum, in the order of nodes, of send[own] and what the other nodes send. receive_bytes is alike
-  // for all nodes. The result may take the place of send[own].
+  // receive[own] = the sum, in p.parts.order, of this node's inputs and those that the other nodes send. receive_bytes
+  // is alike for all nodes. The result may take the place of send[own].
   template <class Rule>
   ARK_TEAM_CODE bool add(Rule rule) const {
-    const int own = p.window.node, nodes = p.window.nodes;
-    const uint64 bytes = p.receive_bytes[own];
-    return run([&](uint64 k) {
-      const bool here = team.by_one([&] {
-        for (int d = nodes - 1; d > 0; d--)
-          if (!arrived(other(d), k)) return false;
-        return true;
-      });
-      if (!here) return false;
-      const BetweenPart piece = chunk(bytes, k);
-      const char* const mine = static_cast<const char*>(p.send[own]) + piece.begin;
+    const int own = p.window.node, inputs = p.window.nodes * p.parts.count;
+    const auto give = [&](int node, uint64 k) { return send_inputs(node, k); };
+    return run(give, [&](uint64 k) {
+      if (!all_arrived(k)) return false;
+      const BetweenPart piece = chunk(p.receive_bytes[own], k);
+      const uint64 each = between_padded(piece.bytes);
       char* const out = static_cast<char*>(p.receive[own]) + piece.begin;
       team.each_unit(piece.bytes, [&](uint64 unit) {
-        const auto of = [&](int node) { return team.load(node == own ? mine : inbox(node, k), unit, piece.bytes); };
+        const auto of = [&](int i) {
+          const int node = p.parts.order[i] / kMostPlaces, place = p.parts.order[i] % kMostPlaces;
+          return team.load(node == own ? input(own, place) + piece.begin : inbox(node, k) + place * each, unit,
+                           piece.bytes);
+        };
         auto sum = rule.first(of(0));
-        for (int node = 1; node < nodes; node++) rule.add(sum, of(node));
+        for (int i = 1; i < inputs; i++) rule.add(sum, of(i));
         team.store(out, unit, piece.bytes, rule.finish(sum, p.ranks, p.average != 0));
       });
-      return team.by_one([&] {
-        for (int d = nodes - 1; d > 0; d--)
-          if (!give_credit(other(d))) return false;
-        return true;
+      return give_credits();
+    });
+  }
+
+  // The sum of what this node's ranks give for a node, not rounded.
+  template <class Rule>
+  ARK_TEAM_CODE typename Rule::Accumulator own_sum(Rule rule, int node, const BetweenPart& piece, uint64 unit) const {
+    auto sum = rule.first(team.load_here(input(node, 0) + piece.begin, unit, piece.bytes));
+    ARK_ROLLED
+    for (int i = 1; i < p.parts.count; i++)
+      rule.add(sum, team.load_here(input(node, i) + piece.begin, unit, piece.bytes));
+    return sum;
+  }
+  template <class Rule>
+  ARK_TEAM_CODE typename Rule::Accumulator sum_of(Rule rule, int node, const BetweenPart& piece, uint64 k,
+                                                  uint64 unit) const {
+    if (node == p.window.node) return own_sum(rule, node, piece, unit);
+    typename Rule::Accumulator sum;
+    for (int i = 0; i < rule.scalars() / 4; i++)
+      team.load_floats(rule.lanes(sum) + 4 * i, inbox(node, k), unit * (rule.scalars() / 4) + i);
+    return sum;
+  }
+  // As add(), of each node's inputs first, whose sum goes in float32, then in the order of nodes.
+  template <class Rule>
+  ARK_TEAM_CODE bool add_wide(Rule rule) const {
+    const auto give = [&](int node, uint64 k) {
+      return send(node, k, [&](char* slot, const BetweenPart& piece) {
+        team.each_unit(piece.bytes, [&](uint64 unit) {
+          auto sum = own_sum(rule, node, piece, unit);
+          for (int i = 0; i < rule.scalars() / 4; i++)
+            team.store_floats(slot, unit * (rule.scalars() / 4) + i, rule.lanes(sum) + 4 * i);
+        });
+        return between_padded(piece.bytes) * (rule.scalars() / 4);
       });
+    };
+    return run(give, [&](uint64 k) {
+      if (!all_arrived(k)) return false;
+      const BetweenPart piece = chunk(p.receive_bytes[p.window.node], k);
+      char* const out = static_cast<char*>(p.receive[p.window.node]) + piece.begin;
+      team.each_unit(piece.bytes, [&](uint64 unit) {
+        auto sum = sum_of(rule, 0, piece, k, unit);
+        ARK_ROLLED
+        for (int node = 1; node < p.window.nodes; node++) rule.merge(sum, sum_of(rule, node, piece, k, unit));
+        team.store(out, unit, piece.bytes, rule.finish(sum, p.ranks, p.average != 0));
+      });
+      return give_credits();
     });
   }
 };
@@ -277,8 +374,31 @@ struct BlockTeam {
   __device__ __forceinline__ Unit load(const void* from, uint64 unit, uint64 bytes) const {
     return load_unit(from, unit, bytes, (reinterpret_cast<uint64>(from) & 15) == 0);
   }
+  // The same without a call, while a sum is kept in registers.
+  __device__ __forceinline__ Unit load_here(const void* from, uint64 unit, uint64 bytes) const {
+    const auto* const at = static_cast<const unsigned char*>(from) + unit * 16;
+    if ((reinterpret_cast<uint64>(from) & 15) == 0 && (unit + 1) * 16 <= bytes)
+      return *reinterpret_cast<const Unit*>(at);
+    Unit value{0, 0};
+    ARK_ROLLED
+    for (int i = 0; i < 16 && unit * 16 + i < bytes; i++)
+      (i < 8 ? value.lo : value.hi) |= uint64{at[i]} << (8 * (i & 7));
+    return value;
+  }
   __device__ __forceinline__ void store(void* to, uint64 unit, uint64 bytes, const Unit& value) const {
     store_unit(to, unit, bytes, (reinterpret_cast<uint64>(to) & 15) == 0, value);
+  }
+  // Four floats in a slot, which is aligned.
+  __device__ __forceinline__ void load_floats(float* values, const void* from, uint64 unit) const {
+    const Unit four = static_cast<const Unit*>(from)[unit];
+    values[0] = bits_as<float>(static_cast<uint32>(four.lo)),
+    values[1] = bits_as<float>(static_cast<uint32>(four.lo >> 32));
+    values[2] = bits_as<float>(static_cast<uint32>(four.hi)),
+    values[3] = bits_as<float>(static_cast<uint32>(four.hi >> 32));
+  }
+  __device__ __forceinline__ void store_floats(void* to, uint64 unit, const float* values) const {
+    const auto pair = [](float low, float high) { return bits_as<uint32>(low) | uint64{bits_as<uint32>(high)} << 32; };
+    static_cast<Unit*>(to)[unit] = {pair(values[0], values[1]), pair(values[2], values[3])};
   }
   // Several loads are in flight, since those from host memory take a microsecond and more.
   __device__ __noinline__ void copy(void* to, const void* from, uint64 bytes) {
@@ -304,6 +424,11 @@ template <class Rule>
 __device__ void between_add(const BetweenParams& p, Rule rule) {
   BlockTeam team{{p.status, p.limit_ns}};
   Between<BlockTeam>{p, team, blockIdx.x}.add(rule);
+}
+template <class Rule>
+__device__ void between_add_wide(const BetweenParams& p, Rule rule) {
+  BlockTeam team{{p.status, p.limit_ns}};
+  Between<BlockTeam>{p, team, blockIdx.x}.add_wide(rule);
 }
 
 #endif

@@ -4,8 +4,10 @@
 // 8- and 16-bit floats accumulate in float32 and are rounded once, in finish. SumRule<Format> covers what models are
 // trained with (SUM and AVG of bfloat16, float16 and float32), in registers only and without branches on the type.
 // GenericRule covers all other pairs, chosen at run time. Both have the same interface, so that kernels are templates
-// over their rule. A tail is a unit with any padding: elements (or a complex number's two parts) never mix, and nothing
-// traps. The host refuses pairs that why_unsupported() names; their results here are unspecified.
+// over their rule. Where floats accumulate wider than they are (float32 of 8- and 16-bit ones), lanes() are the scalars
+// of an accumulator, scalars() of them, and merge() adds another accumulator: so partial sums can travel unrounded. A
+// tail is a unit with any padding: elements (or a complex number's two parts) never mix, and nothing traps. The host
+// refuses pairs that why_unsupported() names; their results here are unspecified.
 #pragma once
 
 #include "cuda/formats.cuh"
@@ -45,6 +47,9 @@ struct SumRule {
     float lanes[kLanes];
   };
 
+  static ARK_DEVICE_INLINE constexpr int scalars() { return kLanes; }
+  static ARK_DEVICE_INLINE float* lanes(Accumulator& acc) { return acc.lanes; }
+
   static ARK_DEVICE_INLINE Accumulator first(const Unit& unit, double /*factor*/ = 1) {
     const uint32 words[] = {static_cast<uint32>(unit.lo), static_cast<uint32>(unit.lo >> 32),
                             static_cast<uint32>(unit.hi), static_cast<uint32>(unit.hi >> 32)};
@@ -55,7 +60,10 @@ struct SumRule {
   }
 
   static ARK_DEVICE_INLINE void add(Accumulator& acc, const Unit& unit, double /*factor*/ = 1) {
-    const Accumulator next = first(unit);
+    merge(acc, first(unit));
+  }
+
+  static ARK_DEVICE_INLINE void merge(Accumulator& acc, const Accumulator& next) {
     ARK_UNROLL
     for (int i = 0; i < kLanes; i++) acc.lanes[i] = device::add(acc.lanes[i], next.lanes[i]);
   }
@@ -85,6 +93,9 @@ struct GenericRule {
     Unit integers;  // including bool, as bytes 0 and 1
   };
 
+  ARK_DEVICE_INLINE int scalars() const { return 16 / scalar_bytes(dtype); }
+  static ARK_DEVICE_INLINE float* lanes(Accumulator& acc) { return acc.f32; }
+
   ARK_DEVICE_INLINE Accumulator first(const Unit& unit, double factor = 1) const {
     Accumulator acc;
     if (is_integer(dtype)) {
@@ -108,8 +119,12 @@ struct GenericRule {
     if (scalar_of(dtype) == DType::f64) {
       combine_pair(acc.f64, next.f64);
     } else {
-      for (int i = 0; i < scalars(); i += 2) combine_pair(acc.f32 + i, next.f32 + i);
+      merge(acc, next);
     }
+  }
+
+  ARK_DEVICE_INLINE void merge(Accumulator& acc, const Accumulator& next) const {
+    for (int i = 0; i < scalars(); i += 2) combine_pair(acc.f32 + i, next.f32 + i);
   }
 
   // `average` is ignored; the rule's own operation decides.
@@ -129,8 +144,6 @@ struct GenericRule {
   }
 
  private:
-  ARK_DEVICE_INLINE int scalars() const { return 16 / scalar_bytes(dtype); }
-
   ARK_DEVICE_INLINE float lane(const Unit& unit, int i) const {
     const int bits = 8 * scalar_bytes(dtype), half = scalars() / 2;
     const uint64 word = i < half ? unit.lo : unit.hi;

@@ -18,6 +18,7 @@
 #define ARK_HOST_DEVICE
 #define ARK_DEVICE_INLINE inline __attribute__((always_inline))
 #define ARK_UNROLL _Pragma("GCC unroll 16")
+#define ARK_ROLLED
 #endif
 
 #if defined(__CUDA_ARCH__)

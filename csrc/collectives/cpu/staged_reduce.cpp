@@ -25,10 +25,10 @@ const std::byte* bytes_from(const void* data, size_t bytes) {
 
 }  // namespace
 
-StagedReduce::StagedReduce(DType dtype, ReduceOp op, int ranks, bool flat)
+StagedReduce::StagedReduce(DType dtype, ReduceOp op, int ranks, bool flat, bool wide)
     : dtype_(dtype), flat_(flat), ranks_(ranks), average_(op == ReduceOp::avg) {
   const bool exact = op == ReduceOp::min || op == ReduceOp::max;  // returns an input, so nothing is rounded
-  widen_ = flat || exact ? nullptr : find_widen(dtype);
+  widen_ = flat || exact || !wide ? nullptr : find_widen(dtype);
   narrow_ = widen_ ? find_narrow(dtype) : nullptr;
   scalars_ = dtype == DType::c32 ? 2 : 1;
   const DType partial = !widen_ ? dtype : dtype == DType::c32 ? DType::c64 : DType::f32;

@@ -1,7 +1,8 @@
 // A reduction in two stages: over the ranks of a node in rank order, then over the nodes in node order.
 //
 // The first stage produces a partial in the accumulation type: float32 for sums and products of 8- and 16-bit floats
-// (complex64 for complex32), so only the second stage rounds, once. Factors apply in the first stage, AVG's division in
+// (complex64 for complex32), so only the second stage rounds, once; unless `wide` is false, which makes partials of the
+// tensors' type. Factors apply in the first stage, AVG's division in
 // the second. Nodes with one rank produce partials too. If every node has one rank (`flat`), there is a single stage:
 // partials are the inputs, and the order is rank order.
 #pragma once
@@ -14,7 +15,7 @@ namespace ark {
 
 class StagedReduce {
  public:
-  StagedReduce(DType dtype, ReduceOp op, int ranks, bool flat);
+  StagedReduce(DType dtype, ReduceOp op, int ranks, bool flat, bool wide = true);
 
   size_t partial_size() const { return partial_size_; }  // bytes of an element's partial
 

@@ -5,7 +5,6 @@
 #include <iterator>
 
 #include "collectives/cuda/fused_stubs.hpp"
-#include "cuda/between.cuh"
 #include "cuda/bulk_two_shot.cuh"
 #include "cuda/compressed_codes.cuh"
 #include "cuda/peer_test.cuh"
@@ -98,6 +97,18 @@ void add_group(std::vector<Stub>& stubs, RuleKind rule, int ranks, int rank, con
 
 constexpr const char* kRuleNames[kRuleKinds] = {"bf16", "f16", "f32", "any"};
 
+// float32 has no wider partials.
+void add_between(std::vector<Stub>& stubs, std::initializer_list<RuleKind> rules) {
+  using enum device::BetweenForm;
+  stubs.push_back({"between_move", between_stub(move, RuleKind::any).text});
+  for (const RuleKind rule : rules)
+    for (const device::BetweenForm form : {add, add_wide}) {
+      if (form == add_wide && rule == RuleKind::f32) continue;
+      const BetweenStub stub = between_stub(form, rule);
+      stubs.push_back({std::string(stub.entry) + "_" + kRuleNames[static_cast<int>(rule)], stub.text});
+    }
+}
+
 }  // namespace
 
 RuleKind rule_of(DType dtype, ReduceOp op) {
@@ -126,14 +137,14 @@ std::string compressed_stub(const CompressedKind& kind, const std::string& name)
   return "#include \"cuda/compressed.cuh\"\n" + entry(name, device::kCodeThreads, "CodeParams", call + ">(p)");
 }
 
-std::string between_move_stub() {
-  return "#include \"cuda/between.cuh\"\n" +
-         entry("between_move", device::kBetweenThreads, "BetweenParams", "between_move(p)");
-}
-
-std::string between_add_stub(RuleKind rule) {
-  return "#include \"cuda/between.cuh\"\nusing Rule = " + rule_text(rule) + ";\n" +
-         entry("between_add", device::kBetweenThreads, "BetweenParams", "between_add<Rule>(p, " + made_of(rule) + ")");
+BetweenStub between_stub(device::BetweenForm form, RuleKind rule) {
+  const char* const names[] = {"between_move", "between_add", "between_add_wide"};
+  const bool adds = form != device::BetweenForm::move;
+  const std::string name = names[static_cast<int>(form)];
+  return {"#include \"cuda/between.cuh\"\n" + (adds ? "using Rule = " + rule_text(rule) + ";\n" : "") +
+              entry(name, device::kBetweenThreads, "BetweenParams",
+                    name + (adds ? "<Rule>(p, " + made_of(rule) + ")" : "(p)")),
+          names[static_cast<int>(form)]};
 }
 
 std::string peer_test_stub() {
@@ -146,9 +157,7 @@ std::vector<Stub> representative_stubs() {
   stubs.push_back({"probe", jit::probe_stub()});
   stubs.push_back({"peer_test", peer_test_stub()});
   add_group(stubs, RuleKind::any, 0, 0, "");
-  stubs.push_back({"between_move", between_move_stub()});
-  for (const RuleKind rule : {RuleKind::bf16, RuleKind::any})
-    stubs.push_back({std::string("between_add_") + kRuleNames[static_cast<int>(rule)], between_add_stub(rule)});
+  add_between(stubs, {RuleKind::bf16, RuleKind::any});
   const auto add = [&](RuleKind rule, int ranks, int rank) {
     const char* const name = kRuleNames[static_cast<int>(rule)];
     add_group(stubs, rule, ranks, rank, std::string("_") + name + "_" + std::to_string(ranks));
@@ -174,9 +183,7 @@ std::vector<Stub> every_stub(const std::vector<int>& sizes) {
   stubs.push_back({"probe", jit::probe_stub()});
   stubs.push_back({"peer_test", peer_test_stub()});
   add_group(stubs, RuleKind::any, 0, 0, "");
-  stubs.push_back({"between_move", between_move_stub()});
-  for (int kind = 0; kind < kRuleKinds; ++kind)
-    stubs.push_back({std::string("between_add_") + kRuleNames[kind], between_add_stub(static_cast<RuleKind>(kind))});
+  add_between(stubs, {RuleKind::bf16, RuleKind::f16, RuleKind::f32, RuleKind::any});
   for (const DType dtype : {DType::bf16, DType::f16, DType::f32})
     for (const bool wide : {false, true})
       for (uint32_t bits = 0; bits <= quantize::kMostBits + 1; ++bits) {

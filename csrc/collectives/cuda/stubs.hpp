@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "collectives/cuda/cuda_dispatch.hpp"
+#include "cuda/between.cuh"
 #include "protocol/quantize.hpp"
 #include "util/dtype.hpp"
 
@@ -34,9 +35,12 @@ struct CompressedKind {
 };
 std::string compressed_stub(const CompressedKind& kind, const std::string& name);
 
-// "between_move" and "between_add", of cuda/between.cuh.
-std::string between_move_stub();
-std::string between_add_stub(RuleKind rule);
+// The kernels of cuda/between.cuh; those that add have one for each rule.
+struct BetweenStub {
+  std::string text;
+  const char* entry;
+};
+BetweenStub between_stub(device::BetweenForm form, RuleKind rule);
 
 // "peer_test", of cuda/peer_test.cuh.
 std::string peer_test_stub();

@@ -12,12 +12,12 @@ namespace ark {
 
 CarriedCommunicator::CarriedCommunicator(int rank, int size, std::shared_ptr<Carrier> carrier,
                                          std::shared_ptr<Carrier> notes_by, std::unique_ptr<NodeBeats> beats,
-                                         NodePlan plan, Neighbourhood node, ShmOptions options, bool flat_order)
+                                         NodePlan plan, Neighbourhood node, ShmOptions options, SumOrder sums)
     : Communicator(rank, size),
       carrier_(std::move(carrier)),
       beats_(std::move(beats)),
       plan_(std::move(plan)),
-      flat_order_(flat_order && !plan_.flat()),
+      sums_(plan_.flat() ? SumOrder{} : sums),
       heard_(size),
       told_(size),
       awaited_(size) {
@@ -108,6 +108,7 @@ template <class Body>
 void CarriedCommunicator::guarded(const Operation& given, Body&& body) {
   Operation operation = given;
   if (in_flat_order(given.descriptor)) operation.descriptor.algorithm = kFlatOrder;
+  if (rounds_partials(given.descriptor)) operation.descriptor.algorithm = kInputPartials;
   ControlBlock& progress = node_->health().own();
   try {
     protocol::store_relaxed(progress.enqueued, operation.descriptor.sequence);
@@ -115,7 +116,8 @@ void CarriedCommunicator::guarded(const Operation& given, Body&& body) {
     CarriedMessages messages(*carrier_, operation, rank_, left_, *beats_, progress);
     const Current current(*this, messages);
     const Descriptor& what = operation.descriptor;
-    Exchange exchange{messages, operation, StagedReduce(what.dtype, what.op, size_, plan_.flat())};
+    const bool wide = !rounds_partials(what);
+    Exchange exchange{messages, operation, StagedReduce(what.dtype, what.op, size_, plan_.flat(), wide)};
     body(exchange);
     messages.wait_for_all();
     sent_.fetch_add(messages.sent(), std::memory_order_relaxed);
@@ -209,6 +211,10 @@ std::vector<int> CarriedCommunicator::partners_of(int root) const {
 CarriedPath CarriedCommunicator::path_of(const Exchange& exchange, size_t bytes) const {
   const Descriptor& what = exchange.operation.descriptor;
   return carried_path(what.kind, bytes, size_of(what.dtype), exchange.reduction.partial_size(), plan_);
+}
+
+bool CarriedCommunicator::rounds_partials(const Descriptor& descriptor) const {
+  return sums_.input_partials && !sums_.flat && has_wide_partials(descriptor);
 }
 
 std::byte* CarriedCommunicator::scratch(size_t bytes) {

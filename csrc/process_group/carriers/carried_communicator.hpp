@@ -20,6 +20,7 @@
 #include "collectives/node_beats.hpp"
 #include "collectives/node_plan.hpp"
 #include "collectives/operation.hpp"
+#include "collectives/sum_order.hpp"
 #include "process_group/carriers/carried_messages.hpp"
 #include "process_group/carriers/carried_notes.hpp"
 
@@ -36,11 +37,10 @@ namespace ark {
 class CarriedCommunicator : public Communicator {
  public:
   // node: the ranks of this rank's node and their segments. notes: carries news of failures, over another network if
-  // there is one. beats: made from the same plan. flat_order: adds in the order of all ranks; must be the same on all
-  // ranks.
+  // there is one. beats: made from the same plan. sums: the same on all ranks.
   CarriedCommunicator(int rank, int size, std::shared_ptr<Carrier> carrier, std::shared_ptr<Carrier> notes,
                       std::unique_ptr<NodeBeats> beats, NodePlan plan, Neighbourhood node, ShmOptions options,
-                      bool flat_order);
+                      SumOrder sums);
   ~CarriedCommunicator() override;
 
   void all_reduce(const Operation&, const void* in, void* out, size_t count) override;
@@ -103,6 +103,7 @@ class CarriedCommunicator : public Communicator {
   void reduce_in_chunks(Exchange& exchange, const void* in, void* out, size_t count, int root);
   void reduce_blocks(Exchange& exchange, const void* const* ins, void* out, size_t count);
 
+  bool rounds_partials(const Descriptor& descriptor) const;
   // Sums in the order of all ranks (carried_order.cpp).
   bool in_flat_order(const Descriptor& descriptor) const;
   void exchange_any(Exchange& exchange, const std::vector<Bytes>& ins, const std::vector<MutableBytes>& outs);
@@ -128,7 +129,7 @@ class CarriedCommunicator : public Communicator {
   const std::shared_ptr<Carrier> carrier_;
   const std::unique_ptr<NodeBeats> beats_;
   const NodePlan plan_;
-  const bool flat_order_;
+  const SumOrder sums_;              // without meaning where each node has one rank
   std::vector<First> heard_, told_;  // by rank
   std::vector<std::byte> scratch_, parcels_, ordered_;
   std::vector<CarriedMessages::Work> left_;

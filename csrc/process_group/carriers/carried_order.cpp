@@ -15,18 +15,10 @@ namespace {
 
 constexpr size_t kOrderedChunk = 4 << 20;  // of all ranks' additions per step
 
-bool depends_on_order(const Descriptor& descriptor) {
-  const bool reduces =
-      descriptor.kind == Kind::all_reduce || descriptor.kind == Kind::reduce || descriptor.kind == Kind::reduce_scatter;
-  const bool adds = descriptor.op == ReduceOp::sum || descriptor.op == ReduceOp::avg ||
-                    descriptor.op == ReduceOp::product || descriptor.op == ReduceOp::premul_sum;
-  return reduces && adds && descriptor.dtype >= DType::f16 && descriptor.dtype <= DType::c128;
-}
-
 }  // namespace
 
 bool CarriedCommunicator::in_flat_order(const Descriptor& descriptor) const {
-  return flat_order_ && depends_on_order(descriptor);
+  return sums_.flat && depends_on_order(descriptor);
 }
 
 // An operation makes several such exchanges. The memory may be reused as soon as one returns.

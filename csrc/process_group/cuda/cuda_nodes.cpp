@@ -63,6 +63,7 @@ std::shared_ptr<CudaGroup> ProcessGroupArk::join_nodes_on(c10::Device device, st
   setup.rank = rank_, setup.size = size_;
   setup.device = device.index();
   setup.messages = core_->rdma;
+  setup.sums = options_->sums;
   setup.prefix = "cuda/" + start_ + "/between";
   setup.timeout = std::chrono::milliseconds(core_->timeout_ms.load());
   setup.fail = [core = core_.get(), rank = rank_](const Error& error) {

@@ -137,7 +137,8 @@ std::shared_ptr<CudaGroup> ProcessGroupArk::join_on(const char* operation, c10::
     if (side->carrier && !side->nodes() && rank_ == 0 && options_->log) {
       const bool gloo = side->carrier->getBackendName() == "gloo";
       options_->log("group \"" + options_->group_name + "\" of " + std::to_string(size_) +
-                    " ranks: CUDA tensors are carried by PyTorch's " + (gloo ? "Gloo: " : "NCCL: ") + why);
+                    " ranks: CUDA tensors are carried by PyTorch's " + (gloo ? "Gloo: " : "NCCL: ") + why +
+                    (options_->sums.flat ? "; ARK_ORDER=flat does not hold for their sums" : ""));
     }
     return side;
   } catch (const Error& error) {

@@ -48,6 +48,16 @@ TEST(Agreement, AnotherOrderOfAdditionsIsNamedWithItsOption) {
   EXPECT_NE(text.find("Options.order"), std::string::npos) << text;
 }
 
+TEST(Agreement, RoundedPartialsAreNamedWithTheirOption) {
+  Operation rounded = all_reduce(8);
+  rounded.descriptor.algorithm = kInputPartials;
+  const auto error = disagreement(all_reduce(8), rounded.descriptor, 2, 1);
+  ASSERT_TRUE(error);
+  const std::string text = error->what();
+  EXPECT_NE(text.find("rank 1 called all_reduce(8 x float32, SUM, partials input) #7"), std::string::npos) << text;
+  EXPECT_NE(text.find("Options.partials (ARK_PARTIALS)"), std::string::npos) << text;
+}
+
 TEST(Agreement, OfAShapeAloneIsToldAsSuch) {
   Operation reshaped = all_reduce(8);
   reshaped.descriptor.shape = 5;

@@ -41,8 +41,15 @@ class LoneThread {
     std::memcpy(&value, static_cast<const char*>(from) + unit * 16, std::min<uint64_t>(16, bytes - unit * 16));
     return value;
   }
+  device::Unit load_here(const void* from, uint64_t unit, uint64_t bytes) const { return load(from, unit, bytes); }
   void store(void* to, uint64_t unit, uint64_t bytes, const device::Unit& value) const {
     std::memcpy(static_cast<char*>(to) + unit * 16, &value, std::min<uint64_t>(16, bytes - unit * 16));
+  }
+  void load_floats(float* values, const void* from, uint64_t unit) const {
+    std::memcpy(values, static_cast<const char*>(from) + unit * 16, 16);
+  }
+  void store_floats(void* to, uint64_t unit, const float* values) const {
+    std::memcpy(static_cast<char*>(to) + unit * 16, values, 16);
   }
   void copy(void* to, const void* from, uint64_t bytes) {
     if (bytes > 0) std::memmove(to, from, bytes);
@@ -55,12 +62,16 @@ class LoneThread {
 };
 
 // Returns false if the kernel gave up.
-inline bool play_between(const device::BetweenParams& p, bool adds) {
+inline bool play_between(const device::BetweenParams& p, device::BetweenForm form) {
   constexpr uint64_t kMostLimit = uint64_t{1} << 60;
   LoneThread team(p.status, std::chrono::nanoseconds(std::min<uint64_t>(p.limit_ns, kMostLimit)));
   for (uint32_t lane = 0; lane < p.window.lanes; ++lane) {
     const device::Between<LoneThread> played{p, team, lane};
-    if (!(adds ? played.add(device::GenericRule{p.dtype, p.op}) : played.move())) return false;
+    const device::GenericRule rule{p.dtype, p.op};
+    const bool done = form == device::BetweenForm::move  ? played.move()
+                      : form == device::BetweenForm::add ? played.add(rule)
+                                                         : played.add_wide(rule);
+    if (!done) return false;
   }
   return true;
 }

@@ -161,14 +161,23 @@ CUresult cuFuncGetParamInfo(CUfunction function, size_t, size_t* offset, size_t*
   const struct {
     const char* name;
     size_t bytes;
-  } known[] = {{"one_shot", sizeof(device::OneShotParams)},       {"move", sizeof(device::MoveParams)},
-               {"two_shot", sizeof(device::TwoShotParams)},       {"add", sizeof(device::AddParams)},
-               {"loop_kernel", sizeof(loop::Launch<1>)},          {"matmul", sizeof(device::MatmulParams)},
-               {"moe_dispatch", sizeof(device::MoeParams)},       {"moe_scatter", sizeof(device::MoeParams)},
-               {"moe_gather", sizeof(device::MoeParams)},         {"moe_settle", sizeof(device::SettleParams)},
-               {"moe_product", sizeof(device::MoeProductParams)}, {"moe_layer", sizeof(device::MoeLayerParams)},
-               {"between_move", sizeof(device::BetweenParams)},   {"between_add", sizeof(device::BetweenParams)},
-               {"bulk_two_shot", sizeof(device::TwoShotParams)},  {"peer_test", sizeof(device::PeerTestParams)}};
+  } known[] = {{"one_shot", sizeof(device::OneShotParams)},
+               {"move", sizeof(device::MoveParams)},
+               {"two_shot", sizeof(device::TwoShotParams)},
+               {"add", sizeof(device::AddParams)},
+               {"loop_kernel", sizeof(loop::Launch<1>)},
+               {"matmul", sizeof(device::MatmulParams)},
+               {"moe_dispatch", sizeof(device::MoeParams)},
+               {"moe_scatter", sizeof(device::MoeParams)},
+               {"moe_gather", sizeof(device::MoeParams)},
+               {"moe_settle", sizeof(device::SettleParams)},
+               {"moe_product", sizeof(device::MoeProductParams)},
+               {"moe_layer", sizeof(device::MoeLayerParams)},
+               {"between_move", sizeof(device::BetweenParams)},
+               {"between_add", sizeof(device::BetweenParams)},
+               {"between_add_wide", sizeof(device::BetweenParams)},
+               {"bulk_two_shot", sizeof(device::TwoShotParams)},
+               {"peer_test", sizeof(device::PeerTestParams)}};
   *offset = *bytes = 0;
   for (const auto& one : known)
     if (std::strcmp(one.name, reinterpret_cast<const char*>(function)) == 0) *bytes = one.bytes;
@@ -177,7 +186,10 @@ CUresult cuFuncGetParamInfo(CUfunction function, size_t, size_t* offset, size_t*
 CUresult cuLaunchKernelEx(const CUlaunchConfig*, CUfunction function, void** params, void**) {
   const char* const name = reinterpret_cast<const char*>(function);
   if (std::strncmp(name, "between_", 8) == 0) {
-    test::play_between(*static_cast<const device::BetweenParams*>(params[0]), std::strcmp(name, "between_add") == 0);
+    const auto form = std::strcmp(name, "between_move") == 0  ? device::BetweenForm::move
+                      : std::strcmp(name, "between_add") == 0 ? device::BetweenForm::add
+                                                              : device::BetweenForm::add_wide;
+    test::play_between(*static_cast<const device::BetweenParams*>(params[0]), form);
     ++launched;
     return CUDA_SUCCESS;
   }

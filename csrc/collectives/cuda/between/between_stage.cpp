@@ -18,14 +18,27 @@ std::string as_printable(std::string text) {
   return text.substr(0, RmaRecord::kMaxReasonBytes);
 }
 
-void launch_on_device(int device, const Operation& operation, const device::BetweenParams& params, bool adds,
-                      uint32_t blocks) {
-  const RuleKind rule = rule_of(operation.descriptor.dtype, operation.descriptor.op);
-  jit::KernelLibrary& library = jit::KernelLibrary::of(device);
-  const jit::Kernel& kernel =
-      adds ? library.get(between_add_stub(rule), "between_add") : library.get(between_move_stub(), "between_move");
+void launch_on_device(int device, const Operation& operation, const device::BetweenParams& params,
+                      device::BetweenForm form, uint32_t blocks) {
+  const BetweenStub stub = between_stub(form, rule_of(operation.descriptor.dtype, operation.descriptor.op));
+  const jit::Kernel& kernel = jit::KernelLibrary::of(device).get(stub.text, stub.entry);
   const CurrentContext context(device);
   jit::launch(kernel, {blocks}, {device::kBetweenThreads}, 0, static_cast<CUstream>(operation.stream), params);
+}
+
+// As a record holds them.
+uint32_t settings_of(const SumOrder& sums) {
+  return (sums.flat ? 1 : 0) | (sums.input_partials ? 2 : 0);
+}
+
+[[noreturn]] void refuse_settings(int rank, const SumOrder& own, int peer) {
+  const auto named = [](bool value, const char* yes, const char* no) { return std::string(value ? yes : no); };
+  throw Error(ErrorKind::mismatch,
+              "ranks disagree: rank " + std::to_string(rank) + " has order " + named(own.flat, "flat", "node") +
+                  " and partials " + named(own.input_partials, "input", "float32") + ", rank " + std::to_string(peer) +
+                  " has other ones",
+              ErrorContext{rank, peer, "init", 0,
+                           "Give every rank the same Options.order (ARK_ORDER) and Options.partials (ARK_PARTIALS)."});
 }
 
 uint64_t time_limit_of(const OperationContext& context) {
@@ -39,11 +52,14 @@ std::string BetweenStage::why_not(const NodePlan& plan) {
   if (plan.nodes() > device::kMostNodes)
     return std::to_string(plan.nodes()) + " nodes; kernels are made for up to " + std::to_string(device::kMostNodes);
   if (plan.most_in_node() != plan.rails()) return "its nodes have unequal numbers of ranks";
+  if (plan.most_in_node() > device::kMostPlaces)
+    return std::to_string(plan.most_in_node()) + " ranks a node; kernels are made for up to " +
+           std::to_string(device::kMostPlaces);
   return "";
 }
 
 BetweenStage::BetweenStage(Setup setup, const NodePlan& plan)
-    : setup_(std::move(setup)), scratch_(DeviceMemory::allocate(setup_.device, setup_.scratch_bytes)) {
+    : setup_(std::move(setup)), plan_(plan), scratch_(DeviceMemory::allocate(setup_.device, setup_.scratch_bytes)) {
   rdma::GpuWindow::Setup window;
   window.gpu = setup_.device;
   window.path = setup_.path ? *setup_.path : rdma::gpu_path(*setup_.messages->engine(0)->device(), setup_.device);
@@ -60,10 +76,12 @@ std::unique_ptr<BetweenStage> BetweenStage::open(Setup setup, const NodePlan& pl
   RmaRecord record;
   record.rank = static_cast<uint32_t>(setup.rank), record.size = static_cast<uint32_t>(setup.size);
   record.reason = as_printable(setup.refused);
+  record.type = settings_of(setup.sums);
   std::unique_ptr<BetweenStage> stage;
   const int rank = setup.rank, size = setup.size;
   const auto timeout = setup.timeout;
   const std::string prefix = setup.prefix;
+  const SumOrder sums = setup.sums;
   if (setup.refused.empty()) {
     try {
       stage.reset(new BetweenStage(std::move(setup), plan));
@@ -91,6 +109,7 @@ std::unique_ptr<BetweenStage> BetweenStage::open(Setup setup, const NodePlan& pl
           "record of rank " + std::to_string(peer) + " for the GPU stage between nodes rejected: " + error.message(),
           ErrorContext{rank, peer, "init", 0, "Run the same ark_torch on all ranks."});
     }
+    if (found.type != record.type) refuse_settings(rank, sums, peer);
     if (!found.reason.empty() && why.empty()) why = "rank " + std::to_string(peer) + ": " + found.reason;
     if (plan.local_of(peer) == plan.local()) remotes[plan.node_of(peer)] = {found.address, found.keys};
   }
@@ -100,14 +119,33 @@ std::unique_ptr<BetweenStage> BetweenStage::open(Setup setup, const NodePlan& pl
 }
 
 void BetweenStage::move(const Operation& operation, const Blocks& blocks) {
-  launch(operation, blocks, false, false);
+  launch(operation, blocks, device::BetweenForm::move, false);
 }
 
 void BetweenStage::add(const Operation& operation, const Blocks& blocks, bool average) {
-  launch(operation, blocks, true, average);
+  launch(operation, blocks, blocks.parts.wide ? device::BetweenForm::add_wide : device::BetweenForm::add, average);
 }
 
-void BetweenStage::launch(const Operation& operation, const Blocks& blocks, bool adds, bool average) {
+// With several inputs a node, a chunk holds as many bytes of each, or as many elements as their partial sums have room.
+void BetweenStage::set_parts(const Operation& operation, const Parts& parts, device::BetweenParams& params) const {
+  const uint64_t chunk = params.window.chunk_bytes;
+  device::BetweenParts& to = params.parts;
+  to.count = parts.count;
+  if (parts.count == 1) {
+    for (int node = 0; node < params.window.nodes; ++node)
+      to.order[node] = static_cast<uint16_t>(node * device::kMostPlaces);
+    params.piece_bytes = chunk;
+    return;
+  }
+  to.others = static_cast<const char*>(parts.others), to.stride = parts.stride, to.own = plan_.local();
+  std::copy(parts.at.begin(), parts.at.end(), to.at);
+  for (int rank = 0; rank < setup_.size; ++rank)
+    to.order[rank] = static_cast<uint16_t>(plan_.node_of(rank) * device::kMostPlaces + plan_.local_of(rank));
+  const uint64_t wider = sizeof(float) / device::scalar_bytes(params.dtype);
+  params.piece_bytes = chunk / (parts.wide ? wider : parts.count) / 16 * 16;
+}
+
+void BetweenStage::launch(const Operation& operation, const Blocks& blocks, device::BetweenForm form, bool average) {
   device::BetweenParams params{};
   params.window = window_->kernels_view();
   params.status = setup_.status;
@@ -116,6 +154,7 @@ void BetweenStage::launch(const Operation& operation, const Blocks& blocks, bool
   params.average = average;
   params.dtype = static_cast<device::DType>(operation.descriptor.dtype);
   params.op = static_cast<device::ReduceOp>(average ? ReduceOp::avg : operation.descriptor.op);
+  set_parts(operation, blocks.parts, params);
   uint32_t lanes = 0;
   for (int node = 0; node < params.window.nodes; ++node) {
     params.names[node] = window_->setup().ranks[node];
@@ -125,8 +164,8 @@ void BetweenStage::launch(const Operation& operation, const Blocks& blocks, bool
       if (bytes > 0) lanes = std::max(lanes, device::between_lanes(bytes, params.window.lanes));
   }
   if (lanes == 0) return;
-  if (setup_.launch) return setup_.launch(operation, params, adds, lanes);
-  launch_on_device(setup_.device, operation, params, adds, lanes);
+  if (setup_.launch) return setup_.launch(operation, params, form, lanes);
+  launch_on_device(setup_.device, operation, params, form, lanes);
 }
 
 }  // namespace ark

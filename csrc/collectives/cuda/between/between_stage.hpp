@@ -11,6 +11,7 @@
 
 #include "collectives/node_plan.hpp"
 #include "collectives/operation.hpp"
+#include "collectives/sum_order.hpp"
 #include "cuda/between.cuh"
 #include "cuda/device_memory.hpp"
 #include "dma/rdma/gpu_window.hpp"
@@ -21,12 +22,14 @@ namespace ark {
 class BetweenStage {
  public:
   // Launches a kernel of so many blocks.
-  using Launch = std::function<void(const Operation&, const device::BetweenParams&, bool adds, uint32_t blocks)>;
+  using Launch =
+      std::function<void(const Operation&, const device::BetweenParams&, device::BetweenForm, uint32_t blocks)>;
   struct Setup {
     int rank = 0, size = 1;
     int device = 0;
     std::shared_ptr<rdma::Messages> messages;
     device::GroupStatus* status = nullptr;        // of this node's kernels
+    SumOrder sums;                                // the user's settings, alike on all ranks
     std::string refused;                          // why this rank has no such stage; empty: it may
     std::string prefix;                           // of keys in the store, of this call alone
     std::chrono::milliseconds timeout{0};         // of open()
@@ -38,20 +41,31 @@ class BetweenStage {
   };
   static constexpr int32_t kWindows = 1 << 20;  // number of the first window of Messages that the stage uses
 
-  // Collective over the group's ranks. Returns null on all ranks, and sets `why`, if one refuses.
+  // Collective over the group's ranks. Returns null on all ranks, and sets `why`, if one refuses. Throws
+  // Error(mismatch) if ranks have different settings.
   static std::unique_ptr<BetweenStage> open(Setup setup, const NodePlan& plan, KeyValueStore& store, std::string& why);
   // Why no group of this shape has the stage; empty: it may.
   static std::string why_not(const NodePlan& plan);
 
+  // What a sum takes of this node: one input, at `send`, or one of each of its ranks, of which this rank's is at
+  // `send`.
+  struct Parts {
+    int count = 1;
+    const void* others = nullptr;  // that of place i for node n: at others + i * stride + at[n]
+    uint64_t stride = 0;
+    std::vector<uint64_t> at;
+    bool wide = false;  // the node's sum goes in float32; else the inputs go, to be added in the order of all ranks
+  };
   // By node, whom this rank exchanges with there. [own]: what this rank keeps, which is copied unless both are one.
   struct Blocks {
     explicit Blocks(int nodes) : send(nodes), receive(nodes), send_bytes(nodes), receive_bytes(nodes) {}
     std::vector<const void*> send;
     std::vector<void*> receive;
     std::vector<uint64_t> send_bytes, receive_bytes;
+    Parts parts;
   };
   void move(const Operation& operation, const Blocks& blocks);
-  // receive[own] = the sum of what all send to this node, in the order of nodes; with send_bytes[own] =
+  // receive[own] = the sum of what all send to this node, in the order of nodes or of `parts`; with send_bytes[own] =
   // receive_bytes[own], and the same of each node, 0 where nothing comes here. average: divided by the group's size.
   void add(const Operation& operation, const Blocks& blocks, bool average);
 
@@ -62,12 +76,15 @@ class BetweenStage {
   const rdma::GpuPath& path() const { return window_->path(); }
   uint64_t bytes() const { return window_->bytes(); }  // of memory that the NIC uses
   uint64_t requests() const { return window_->requests(); }
+  const SumOrder& sums() const { return setup_.sums; }
 
  private:
   BetweenStage(Setup setup, const NodePlan& plan);
-  void launch(const Operation& operation, const Blocks& blocks, bool adds, bool average);
+  void launch(const Operation& operation, const Blocks& blocks, device::BetweenForm form, bool average);
+  void set_parts(const Operation& operation, const Parts& parts, device::BetweenParams& params) const;
 
   const Setup setup_;
+  const NodePlan plan_;
   const DeviceMemory scratch_;
   std::unique_ptr<rdma::GpuWindow> window_;
 };

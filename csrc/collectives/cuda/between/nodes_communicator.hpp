@@ -2,10 +2,12 @@
 //
 // Ranks at the same place of their nodes form a rail. all_reduce is a reduce_scatter in the node, a sum over the rail,
 // and an all_gather in the node; the other collectives divide in the same way, so that every rank's NIC carries its
-// share. A node's sum is rounded to the tensors' type before nodes are added, in their order; the bits are the same on
-// all ranks and in every run of a placement. All nodes have equally many ranks.
+// share. Sums are those of the CPU's groups (CarriedCommunicator): by default each node's ranks in their order, then
+// the nodes, with partial sums of 8- and 16-bit floats in float32; SumOrder has the other ways. The bits are the same
+// on all ranks and in every run of a placement. All nodes have equally many ranks.
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <vector>
@@ -37,6 +39,14 @@ class NodesCommunicator final : public Communicator {
 
  private:
   using Blocks = BetweenStage::Blocks;
+  static constexpr size_t kWhole = 64 << 10;  // what takes at most so many bytes to all nodes goes whole, in one hop
+  static constexpr size_t kUnit = 16;         // bytes; parts start at multiples
+  static size_t unit_of(size_t element) { return std::max<size_t>(1, kUnit / element); }
+  static const std::byte* at(const void* data, size_t bytes) { return static_cast<const std::byte*>(data) + bytes; }
+  static std::byte* at(void* data, size_t bytes) { return static_cast<std::byte*>(data) + bytes; }
+  // The operation as its node's ranks see it.
+  static Operation in_node(const Operation& operation, int root = -1);
+
   // A place in the group: member(node, place).
   int member(int node, int place) const { return plan_.members(node)[place]; }
   int here() const { return plan_.node(); }
@@ -45,11 +55,25 @@ class NodesCommunicator final : public Communicator {
   int places() const { return static_cast<int>(plan_.own().size()); }
   bool lone() const { return places() == 1; }
 
-  ElementRange sum_in_node(const Operation& operation, const void* in, void* out, size_t count);
   ElementRange part(size_t count, int place, size_t element) const;
   void spread_in_node(const Operation& operation, void* data, size_t count, size_t element, int only);
-  void sum_whole(const Operation& operation, const void* in, void* out, size_t count);
   std::byte* scratch(size_t offset = 0) const { return stage_->scratch() + offset; }
+
+  // Sums (nodes_sums.cpp).
+  enum class Brings { sum, wide_sum, inputs };  // what a node's rank brings to the stage between nodes
+  struct Share {
+    ElementRange range;  // this rank's part of the tensor
+    const void* data;    // the node's sum of it, or this rank's input
+    BetweenStage::Parts parts;
+  };
+  Brings brings(const Descriptor& descriptor) const;
+  size_t sent_for(Brings what, DType dtype) const;
+  size_t most_at_once(size_t bytes, size_t element) const;
+  BetweenStage::Parts inputs_at(size_t offset, size_t stride, Brings what) const;
+  ElementRange sum_in_node(const Operation& operation, const void* in, void* out, size_t count);
+  Share share(const Operation& operation, Brings what, const void* in, void* out, size_t count);
+  void sum_whole(const Operation& operation, Brings what, const void* in, void* out, size_t count);
+  void all_reduce_slice(const Operation& operation, Brings what, const void* in, void* out, size_t count);
 
   const NodePlan plan_;
   const std::shared_ptr<Communicator> node_;

@@ -71,6 +71,25 @@ TEST(StagedReduce, HalfTypesAreRoundedOnceAndDividedInTheEnd) {
   }
 }
 
+TEST(StagedReduce, PartialsOfTheInputsTypeAreRounded) {
+  const auto inputs = halves(5);
+  const StagedReduce reduction(DType::bf16, ReduceOp::avg, 5, false, false);
+  ASSERT_EQ(reduction.partial_size(), sizeof(uint16_t));
+  std::vector<std::vector<uint16_t>> partials(2, std::vector<uint16_t>(kCount));
+  reduction.partial(partials[0].data(), pointers(inputs, 0, 2).data(), 2, kCount, nullptr);
+  reduction.partial(partials[1].data(), pointers(inputs, 2, 5).data(), 3, kCount, nullptr);
+  std::vector<uint16_t> out(kCount);
+  reduction.combine(out.data(), pointers(partials, 0, 2).data(), 2, kCount, nullptr);
+  for (size_t i = 0; i < kCount; ++i) {
+    float x[5];
+    for (int r = 0; r < 5; ++r) x[r] = from_bfloat16(inputs[r][i]);
+    const float first = from_bfloat16(to_bfloat16(x[0] + x[1])),
+                second = from_bfloat16(to_bfloat16(x[2] + x[3] + x[4]));
+    ASSERT_EQ(out[i], to_bfloat16((first + second) / 5)) << i;
+  }
+  EXPECT_NE(out, staged(ReduceOp::avg, inputs, nullptr));
+}
+
 TEST(StagedReduce, ExtremaStayInTheirType) {
   const StagedReduce reduction(DType::bf16, ReduceOp::max, 5, false);
   EXPECT_EQ(reduction.partial_size(), sizeof(uint16_t));
