@@ -13,15 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import _resolve_group_name
 
 from ark_torch import _C  # noqa: F401  (defines torch.ops.ark)
+from ark_torch.ops.arguments import Group, name_of
 
 
 def matmul_all_reduce(
     a: Tensor,
     b: Tensor,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     *,
     bias: Tensor | None = None,
     form: str = "auto",
@@ -36,7 +36,8 @@ def matmul_all_reduce(
         a: `[m, k]`, float32, float16, bfloat16 or float64, on the CPU or a CUDA device; any strides. k may differ by
             rank.
         b: `[k, n]`, with the dtype and device of `a`; any strides: pass a weight of `torch.nn.Linear` as `weight.t()`.
-        group: a group of the backend "ark"; None: the default group.
+        group: a group of the backend "ark", its name, a device mesh of one dimension, or a mesh and the number of a
+            dimension; None: the default group.
         bias: `[n]`, added to this rank's product before it is rounded, as by `torch.addmm`. Ranks may or may not have
             one: what is to be added once, one rank passes, or is added to the result.
         form: "unfused": PyTorch's product, then ark's collective. "fused": one kernel that sends each tile when it is
@@ -55,14 +56,16 @@ def matmul_all_reduce(
     Example:
         >>> out = ark_torch.ops.matmul_all_reduce(hidden, down.weight.t(), group)
     """
-    result: Tensor = torch.ops.ark.matmul_all_reduce(a, b, _name_of(group), form, _trained(a, b, bias), bias)
+    name = name_of(group, "matmul_all_reduce")
+    a, b = _tensor(a), _tensor(b)
+    result: Tensor = torch.ops.ark.matmul_all_reduce(a, b, name, form, _trained(a, b, bias), bias)
     return result
 
 
 def matmul_reduce_scatter(
     a: Tensor,
     b: Tensor,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     *,
     bias: Tensor | None = None,
     form: str = "auto",
@@ -85,14 +88,16 @@ def matmul_reduce_scatter(
     Raises:
         As `matmul_all_reduce`.
     """
-    result: Tensor = torch.ops.ark.matmul_reduce_scatter(a, b, _name_of(group), form, _trained(a, b, bias), bias)
+    name = name_of(group, "matmul_reduce_scatter")
+    a, b = _tensor(a), _tensor(b)
+    result: Tensor = torch.ops.ark.matmul_reduce_scatter(a, b, name, form, _trained(a, b, bias), bias)
     return result
 
 
 def all_gather_matmul(
     a: Tensor,
     b: Tensor,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     *,
     bias: Tensor | None = None,
     form: str = "auto",
@@ -116,21 +121,25 @@ def all_gather_matmul(
     Raises:
         As `matmul_all_reduce`; ranks must agree in m, k, dtype and form.
     """
+    name = name_of(group, "all_gather_matmul")
+    a, b = _tensor(a), _tensor(b)
     trained = _trained(a, b)  # no collective follows from the bias
-    result: Tensor = torch.ops.ark.all_gather_matmul(a, b, _name_of(group), form, trained, False, bias)[0]
+    result: Tensor = torch.ops.ark.all_gather_matmul(a, b, name, form, trained, False, bias)[0]
     return result
 
 
-def _name_of(group: dist.ProcessGroup | None) -> str:
-    return _resolve_group_name(group or dist.distributed_c10d._get_default_group(), "")
+def _tensor(given: Any) -> Any:
+    """What is no tensor is None for C++, which refuses it and tells the other ranks."""
+    return given if isinstance(given, Tensor) else None
 
 
-def _trained(a: Tensor, *others: Tensor | None) -> int:
+def _trained(*factors: Tensor | None) -> int:
     """Whether `a`, and whether any of the others, take gradients; ranks compare it if the backward pass has a
     collective. After a reduce_scatter the same one serves b and bias."""
     if not torch.is_grad_enabled():
         return 0
-    return int(a.requires_grad) + 2 * any(one is not None and one.requires_grad for one in others)
+    a, *others = (one is not None and one.requires_grad for one in factors)
+    return int(a) + 2 * any(others)
 
 
 def _gathered(a: Tensor, group_name: Any) -> Tensor:
@@ -141,11 +150,20 @@ def _gathered(a: Tensor, group_name: Any) -> Tensor:
     return gathered
 
 
+def _check_devices(a: Tensor, b: Tensor, bias: Tensor | None) -> None:
+    """A call with one meta tensor comes here, not to C++."""
+    for name, one in (("b", b), ("bias", bias)):
+        if one is not None and one.device.type != a.device.type:
+            raise ValueError(f"ark: {name} is on {one.device} but a is on {a.device}. Move it there.")
+
+
 def _fake_all_reduce(a: Tensor, b: Tensor, group_name: Any, form: str, trained: int, bias: Any = None) -> Tensor:
+    _check_devices(a, b, bias)
     return a.new_empty((a.shape[0], b.shape[1]))
 
 
 def _fake_reduce_scatter(a: Tensor, b: Tensor, group_name: Any, form: str, trained: int, bias: Any = None) -> Tensor:
+    _check_devices(a, b, bias)
     world = dist.distributed_c10d._get_group_size_by_name(group_name)
     return a.new_empty((a.shape[0] // world, b.shape[1]))
 
@@ -153,6 +171,7 @@ def _fake_reduce_scatter(a: Tensor, b: Tensor, group_name: Any, form: str, train
 def _fake_all_gather(
     a: Tensor, b: Tensor, group_name: Any, form: str, trained: int, return_gathered: bool, bias: Any = None
 ) -> tuple[Tensor, Tensor]:
+    _check_devices(a, b, bias)
     world = dist.distributed_c10d._get_group_size_by_name(group_name)
     gathered = (world * a.shape[0], a.shape[1]) if return_gathered else (0,)
     return a.new_empty((world * a.shape[0], b.shape[1])), a.new_empty(gathered)
