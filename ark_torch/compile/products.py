@@ -67,6 +67,14 @@ def _sizes(node: Node) -> tuple[Any, ...]:
     return tuple(value.shape)
 
 
+def _is_view(node: Node) -> bool:
+    """Whether a node has all elements of another in their order. DTensor slices symbolic sizes, to what they are."""
+    if node.target is aten.slice.Tensor:
+        pairs = zip(_sizes(node), _sizes(node.args[0]), strict=True)  # type: ignore[arg-type]
+        return all(statically_known_true(mine == theirs) for mine, theirs in pairs)
+    return node.target in VIEWS
+
+
 def _view(node: Node, shape: Iterable[Any], before: Node) -> Node:
     """A view, in front of a node. Symbolic sizes come from nodes that have them, and one from the others."""
     known: dict[Any, Node] = {}
@@ -129,7 +137,7 @@ _PRODUCTS = (aten.mm.default, aten.addmm.default)
 def _product(node: Node) -> Node:
     """The product if the node is just a view or copy of it that keeps the last dimension."""
     columns = _sizes(node)[-1]
-    while node.target in (*VIEWS, aten.clone.default):
+    while _is_view(node) or node.target is aten.clone.default:
         alone(node)
         node = node.args[0]  # type: ignore[assignment]
     if node.target not in _PRODUCTS or node.kwargs:  # kwargs scale a bias or product
@@ -171,7 +179,7 @@ def _apart(node: Node) -> tuple[Node, Node | None]:
     """A product and the bias that is added to it, as linear makes of a bias with gaps, or the node and None."""
     if node.target is aten.add.Tensor and not node.kwargs:
         for one, other in (node.args, node.args[::-1]):
-            if isinstance(one, Node) and one.target in (*VIEWS, aten.mm.default) and _is_bias(other, node):
+            if isinstance(one, Node) and (_is_view(one) or one.target is aten.mm.default) and _is_bias(other, node):
                 return one, other  # type: ignore[return-value]
     return node, None
 
@@ -240,7 +248,7 @@ def _readers(node: Node, depth: Any) -> tuple[list[Node], bool]:
         rows = todo.pop()
         alone_read = alone_read and len(rows.users) == 1
         for user in rows.users:
-            if user.target in VIEWS and statically_known_true(_sizes(user)[-1] == depth):
+            if _is_view(user) and statically_known_true(_sizes(user)[-1] == depth):
                 todo.append(user)
             elif user.target in _PRODUCTS and not user.kwargs and user.args[-2] is rows:
                 products.append(user)
@@ -249,7 +257,7 @@ def _readers(node: Node, depth: Any) -> tuple[list[Node], bool]:
 
 def _converted(node: Node, depth: Any) -> Node | None:
     """The only reader of rows, if it is a conversion to fewer bits (autocast's)."""
-    while len(node.users) == 1 and (user := next(iter(node.users))).target in VIEWS:
+    while len(node.users) == 1 and _is_view(user := next(iter(node.users))):
         node = user
     for one in list(node.users)[1:]:
         first = next(iter(node.users))

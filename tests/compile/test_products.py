@@ -359,6 +359,40 @@ def test_graphs_that_train() -> None:
         assert any("matmul_reduce_scatter" in one for one in messages), messages
 
 
+def _explained(rank: Rank, form: str) -> list[str]:
+    import ark_torch
+
+    rank.init()
+    torch.set_num_threads(1)
+    w, x = torch.randn(8, 8), torch.randn(64, 8, requires_grad=form == "training")
+    if form == "symbolic sizes":
+        torch._dynamo.mark_dynamic(x, 0)
+
+    def layer(x: Tensor) -> Tensor:
+        rows = funcol.all_gather_tensor_autograd(x, 0, "0")
+        return funcol.reduce_scatter_tensor_autograd(linear(rows, w, w[0]).sin(), "sum", 0, "0")
+
+    with torch._inductor.config.patch(compile_threads=1):
+        report = ark_torch.explain(
+            layer, x, training=form == "training", target="sm_90a", ark_options={"choose": "ark"}
+        )
+    assert bool(report.graphs[0].whole) == (form != "inference") and all(
+        line in str(report) for line in report.graphs[0].products
+    )
+    return report.graphs[0].products
+
+
+@pytest.mark.by_day("inference")
+@pytest.mark.parametrize("form", ["inference", "training", "symbolic sizes"])
+def test_what_a_gpu_would_fuse(form: str) -> None:
+    """On CPU ranks explain says it of the target."""
+    for told in run_ranks(_explained, 2, form, timeout=240):
+        assert told == [
+            "on sm_90a: all_gather_into_tensor: ark.all_gather_matmul.default",
+            "on sm_90a: reduce_scatter_tensor: ark.matmul_reduce_scatter.default",
+        ]
+
+
 def _few_rows(rank: Rank) -> list[str]:
     rank.init()
     told: list[str] = []
