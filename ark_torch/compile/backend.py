@@ -88,7 +88,7 @@ def compile_graph(
         if report is not None:
             report.graphs.remove(graph_report)
         raise
-    return inductor_fallback.whole(graph_module, example_inputs)
+    return inductor_fallback.whole(graph_module, example_inputs, graph_report if report is not None else None)
 
 
 def _to_be_saved(

@@ -248,10 +248,11 @@ def _runs_loop_kernels(device: int) -> bool:
 def cut(graph_module: GraphModule, options: Options, report: GraphReport, launcher: Launcher | None = None) -> Builder:
     """Cuts a functional ATen graph into pieces, and returns their builder."""
     if options.fallback and launcher is None:
+        foretold = _foretold(graph_module, report.target)
         # What remains of these in a graph may be static even if the graph was not: counts of routed rows are symbols.
         report.products = experts.fuse(graph_module.graph)
         check_static(graph_module)
-        report.products += [*products.fuse(graph_module.graph), *embeddings.fuse(graph_module.graph)]
+        report.products += [*products.fuse(graph_module.graph), *embeddings.fuse(graph_module.graph), *foretold]
         graph_module.recompile()
         for line in report.products:
             log.info("%s: %s", title_of(graph_module), line)
@@ -290,6 +291,12 @@ def cut(graph_module: GraphModule, options: Options, report: GraphReport, launch
     if len(pieces) > 1:
         whole = None
     return Builder(graph_module, pieces, given, mutated, options, report, launcher, device, whole)
+
+
+def _foretold(graph_module: GraphModule, target: str) -> list[str]:
+    from ark_torch.compile import inductor_pass  # it imports Inductor
+
+    return inductor_pass.foretold(graph_module.graph, target) if target else []
 
 
 def _check_one_region(pieces: Sequence[regions.Piece], fallbacks: Sequence[Fallback]) -> None:

@@ -93,7 +93,7 @@ def _sources(sent: Node) -> tuple[list[Node], list[Node]]:
             bags.add(node)
         elif node.target in _MOVES:
             moves.add(node)
-            todo += node.all_input_nodes
+            todo += [one for one in node.all_input_nodes if not isinstance(one.meta.get("val"), torch.SymInt)]
         else:
             return [], []
     # In the order in which they are joined, which is that of the tables.
@@ -191,7 +191,7 @@ class _Bag:
         if given.get("padding_idx", -1) not in (-1, None):
             raise NotFused("it has a padding_idx")
         if len(call.users) != 1:
-            raise NotFused(f"{call.name} is read by others, too")
+            raise NotFused(f"{call.name} is read by others, too; a backward pass needs ark_torch.ops' own operator")
         self.bags, self.columns = shape_of(rows)
         self.dtype = rows.meta["val"].dtype
         if self.dtype not in _DTYPES:

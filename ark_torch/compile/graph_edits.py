@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
 from ark_torch.compile.analysis import aten, tensor_of
@@ -16,11 +17,11 @@ class NotFused(Exception):
     """The operators stay unchanged; the message says why."""
 
 
-def call(graph: Graph, target: Any, *args: Any) -> Node:
+def call(graph: Graph, target: Any, *args: Any, **named: Any) -> Node:
     """Adds a node and computes its value."""
-    node: Node = graph.call_function(target, args)
+    node: Node = graph.call_function(target, args, named)
     given = map_arg(args, lambda one: one.meta["val"])
-    node.meta["val"] = target(*given)
+    node.meta["val"] = target(*given, **named)
     return node
 
 
@@ -32,6 +33,19 @@ def erase(node: Node) -> None:
     node.graph.erase_node(node)
     for one in given:
         erase(one)
+
+
+def copied_from(node: Node) -> Node | None:
+    """The source of a copy into another tensor of the same kind, as torch.distributed's in-place functions look when
+    made functional."""
+    if node.target is not aten.copy.default:
+        return None
+    into, other = node.all_input_nodes[0], node.all_input_nodes[-1]
+    one, two = into.meta["val"], other.meta["val"]
+    if one.dtype != two.dtype or one.device != two.device or one.dim() != two.dim():
+        return None
+    pairs = zip((*one.shape, *one.stride()), (*two.shape, *two.stride()), strict=True)
+    return other if all(statically_known_true(mine == theirs) for mine, theirs in pairs) else None
 
 
 def alone(node: Node) -> None:

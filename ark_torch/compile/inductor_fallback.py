@@ -16,19 +16,24 @@ import torch
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from ark_torch.compile import analysis, decompositions, eager_values
-from ark_torch.compile.report import log
+from ark_torch.compile.report import GraphReport, log
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
-def whole(graph_module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Compiles a graph of torch._dynamo like backend="inductor", except for eager_values. May modify the graph."""
+def whole(
+    graph_module: GraphModule, example_inputs: Sequence[Any], report: GraphReport | None = None
+) -> Callable[..., Any]:
+    """Compiles a graph of torch._dynamo like backend="inductor", except for eager_values. May modify the graph.
+    `report`: is told what became of collectives."""
     from torch._inductor.compile_fx import compile_fx
 
     graphs = [one for one in graph_module.modules() if isinstance(one, GraphModule)]
     table = eager_values.table() if any(eager_values.concerns(one.graph) for one in graphs) else None
     try:
-        compiled: Any = compile_fx(graph_module, list(example_inputs), config_patches=_patches(), decompositions=table)
+        compiled: Any = compile_fx(
+            graph_module, list(example_inputs), config_patches=_patches(report), decompositions=table
+        )
     except eager_values.Eager:
         return graph_module.forward  # type: ignore[no-any-return]
     return compiled  # type: ignore[no-any-return]
@@ -47,14 +52,14 @@ def copy_of(graph_module: GraphModule) -> GraphModule:
     return copied
 
 
-def _patches() -> dict[str, Any] | None:
+def _patches(report: GraphReport | None) -> dict[str, Any] | None:
     """Patches that fuse products and collectives in Inductor's graphs too, including those of backward passes."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
     from ark_torch.compile.experts_training import FuseExperts
     from ark_torch.compile.inductor_pass import FuseCollectives
 
-    return {"joint_custom_pre_pass": FuseExperts(), "post_grad_custom_pre_pass": FuseCollectives()}
+    return {"joint_custom_pre_pass": FuseExperts(), "post_grad_custom_pre_pass": FuseCollectives(report)}
 
 
 @contextlib.contextmanager

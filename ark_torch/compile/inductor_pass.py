@@ -1,22 +1,47 @@
 """products.py, embeddings.py and experts.py as an Inductor pass over graphs that it compiles whole: training graphs,
-forward and backward, and those with nothing left for a loop kernel."""
+forward and backward, those with symbolic sizes, and those with nothing left for a loop kernel."""
 
 from __future__ import annotations
 
+import uuid
 from typing import Any
 
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph
 
 from ark_torch.compile import choices, combining, embeddings, expert_rows, experts, networks, products
-from ark_torch.compile.report import log
+from ark_torch.compile.report import GraphReport, log
+
+
+def fuse(graph: Graph, device: str = "cuda") -> list[str]:
+    return [one for pass_ in (experts, products, embeddings) for one in pass_.fuse(graph, device)]
+
+
+def foretold(graph: Graph, target: str) -> list[str]:
+    """What would be fused on a GPU in a graph of CPU tensors."""
+    from ark_torch.compile import inductor_fallback
+
+    owner: Any = graph.owning_module
+    return [f"on {target}: {line}" for line in fuse(inductor_fallback.copy_of(owner).graph, "cpu")]
 
 
 class FuseCollectives(CustomGraphPass):  # type: ignore[misc]
+    """`report`: also told what became of collectives."""
+
+    def __init__(self, report: GraphReport | None = None) -> None:
+        self._report = report
+
     def __call__(self, graph: Graph) -> None:
-        for line in (*experts.fuse(graph), *products.fuse(graph), *embeddings.fuse(graph)):
+        if self._report is not None and self._report.target:
+            self._report.products += foretold(graph, self._report.target)
+        lines = fuse(graph)
+        for line in lines:
             log.info("Inductor's graph: %s", line)
+        if self._report is not None:
+            self._report.products += lines
 
     def uuid(self) -> Any:
+        if self._report is not None:
+            return uuid.uuid4().bytes  # a graph of Inductor's cache would tell nothing
         modules = (choices, combining, embeddings, expert_rows, experts, networks, products)
         return get_hash_for_files((__file__, *(str(one.__file__) for one in modules)))

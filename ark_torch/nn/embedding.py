@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from ark_torch.nn._fixed_exchange import FixedExchange, rooms_of, trimmed
 from ark_torch.nn._shards import TableShard, as_dtensor, balanced, block_of, rows_of
-from ark_torch.ops.embedding import name_of, pool, update_of
+from ark_torch.ops.arguments import name_of
+from ark_torch.ops.embedding import pool, update_of
 from ark_torch.ops.optimizers import FusedOptimizer
 
 _NAME = "ark: ShardedEmbeddingBags: "
@@ -243,7 +244,7 @@ class ShardedEmbeddingBags(nn.Module):
                 return *bags, torch.is_grad_enabled() and (in_training or not shards)
             values, lengths, weights = trimmed(values, lengths, weights, self._rooms, self.names, _NAME)
         return torch.ops.ark.exchange_bags(
-            values, lengths, weights, name_of(self.group), self.rows, self.owners, self.names,
+            values, lengths, weights, name_of(self.group, "ShardedEmbeddingBags"), self.rows, self.owners, self.names,
             torch.is_grad_enabled() and in_training,
         )  # fmt: skip
 
@@ -262,8 +263,8 @@ class ShardedEmbeddingBags(nn.Module):
         fixed = self._rooms is not None and (values.is_cuda or self._fixed_on_cpus)  # bags then end with an offset
         update = update_of(tables, self.sparse, self.optimizer)
         out = pool(
-            tables, bags, offsets, factors, like, name_of(self.group), mode, fixed, known, *update,
-            met=(lengths.shape[1], self.dim),
+            tables, bags, offsets, factors, like, name_of(self.group, "ShardedEmbeddingBags"), mode, fixed, known,
+            *update, met=(lengths.shape[1], self.dim),
         )  # fmt: skip
         if self.average_gradients and self.ranks > 1 and out.requires_grad:
             out.register_hook(lambda gradient: gradient / self.ranks)  # type: ignore[no-untyped-call]

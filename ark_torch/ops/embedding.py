@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import _resolve_group_name
 
 from ark_torch import _C  # noqa: F401  (defines torch.ops.ark)
+from ark_torch.ops.arguments import Group, name_of, tensors_of
 from ark_torch.ops.optimizers import FusedOptimizer
 
 _OPERATOR = "ark::embedding_bag_all_to_all"
@@ -25,7 +25,7 @@ def embedding_bag_all_to_all(
     tables: Sequence[Tensor],
     indices: Sequence[Tensor],
     offsets: Sequence[Tensor],
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     *,
     mode: str = "sum",
     per_sample_weights: Sequence[Tensor] | None = None,
@@ -82,16 +82,15 @@ def embedding_bag_all_to_all(
         >>> out.shape  # 2 ranks with 2 tables each, 64 samples per rank, rows of 128 columns
         torch.Size([64, 4, 128])
     """
-    name = name_of(group)
-    tables, weights = list(tables), list(per_sample_weights or ())
+    operator = "embedding_bag_all_to_all"
+    name = name_of(group, operator)
+    tables = tensors_of(operator, "tables", tables)
+    weights = tensors_of(operator, "per_sample_weights", () if per_sample_weights is None else per_sample_weights)
+    bags = tensors_of(operator, "indices", indices), tensors_of(operator, "offsets", offsets)
     known = list(tables_per_rank) if tables_per_rank is not None else None
-    call = (tables, list(indices), list(offsets), weights, like, name, mode, include_last_offset, known)
+    call = (tables, *bags, weights, like, name, mode, include_last_offset, known)
     update = update_of(tables, sparse, optimizer)
     return _pool_eagerly(*call, *update) if sparse else pool(*call, *update)
-
-
-def name_of(group: dist.ProcessGroup | None) -> str:
-    return str(_resolve_group_name(group or dist.distributed_c10d._get_default_group(), ""))
 
 
 def update_of(

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import _resolve_group_name
 
 from ark_torch import _C  # noqa: F401  (defines torch.ops.ark)
+from ark_torch.ops.arguments import Group, check_tensors, name_of
 
 
 class MoeHandle(NamedTuple):
@@ -36,7 +36,7 @@ class MoeHandle(NamedTuple):
 def moe_dispatch(
     x: Tensor,
     topk_ids: Tensor,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     *,
     num_experts: int,
     max_tokens: int | None = None,
@@ -87,7 +87,8 @@ def moe_dispatch(
         >>> y = experts(rows, counts)  # this rank's experts; [max_rows, dim]
         >>> out = ark_torch.ops.moe_combine(y, handle, topk_weights)
     """
-    name = _name_of(group)
+    name = name_of(group, "moe_dispatch")
+    check_tensors("moe_dispatch", x=x, topk_ids=topk_ids)
     trained = int(torch.is_grad_enabled() and x.requires_grad)
     max_tokens, max_rows, met = _bounds(x, topk_ids, name, num_experts, max_tokens, max_rows, trained)
     rows, counts, places, rank_counts = torch.ops.ark.moe_dispatch(
@@ -124,8 +125,9 @@ def moe_combine(
         torch.distributed.DistBackendError: another rank rejected its arguments, ranks differ in dtype or dim or have
             handles of different dispatches (compared on the CPU), or the group has failed.
     """
-    if group is not None and _name_of(group) != handle.group_name:
+    if group is not None and name_of(group, "moe_combine") != handle.group_name:
         raise ValueError("ark: moe_combine: the handle is of a dispatch over another group. Pass that group, or none.")
+    check_tensors("moe_combine", y=y)
     trained = _trained(y, topk_weights)
     result: Tensor = torch.ops.ark.moe_gather(
         y, handle.places, handle.rank_counts, topk_weights, handle.group_name, handle.max_tokens, True, trained
@@ -139,7 +141,7 @@ def moe_layer(
     topk_weights: Tensor,
     w1: Tensor,
     w2: Tensor,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     *,
     activation: str = "silu",
     max_tokens: int | None = None,
@@ -180,7 +182,8 @@ def moe_layer(
     Raises:
         As `moe_dispatch` and `moe_combine`.
     """
-    name = _name_of(group)
+    name = name_of(group, "moe_layer")
+    check_tensors("moe_layer", x=x, topk_ids=topk_ids, topk_weights=topk_weights, w1=w1, w2=w2)
     num_experts = w1.shape[0] * _world_of(name) if w1.dim() else 0
     trained = _trained(x, topk_weights, w1, w2)
     layer = (topk_weights, w1, w2, activation)
@@ -189,10 +192,6 @@ def moe_layer(
         x, topk_ids, topk_weights, w1, w2, name, num_experts, activation, max_tokens, max_rows, met, trained, form
     )[0]
     return result
-
-
-def _name_of(group: dist.ProcessGroup | None) -> str:
-    return _resolve_group_name(group or dist.distributed_c10d._get_default_group(), "")
 
 
 def _world_of(group_name: Any) -> int:

@@ -32,6 +32,16 @@ void check(const CallSite& site, const MatmulCall& call, int size) {
     refuse(site, ErrorKind::invalid_argument,
            "a is " + shape_of(call.a) + " and b is " + shape_of(call.b) + ": columns of a are not rows of b",
            "Pass [m, k] and [k, n]; a weight of torch.nn.Linear is passed as weight.t().");
+  if (call.bias) {
+    check_tensor(site, "bias", *call.bias);
+    check_same_dtype(site, "bias", *call.bias, "a", call.a);
+    if (call.bias->device() != call.a.device())
+      refuse(site, ErrorKind::invalid_argument,
+             "bias is on " + call.bias->device().str() + " but a is on " + call.a.device().str(), "Move it there.");
+    if (call.bias->dim() != 1 || call.bias->size(0) != call.columns())
+      refuse(site, ErrorKind::invalid_argument, "bias is " + shape_of(*call.bias) + " but b is " + shape_of(call.b),
+             "Pass an element for each column of b.");
+  }
   if (call.kind == MatmulKind::reduce_scatter && call.rows() % size != 0)
     refuse(site, ErrorKind::invalid_argument,
            "a has " + to_string(call.rows()) + " rows, which " + to_string(size) + " ranks cannot share evenly",
@@ -126,6 +136,11 @@ const char* name_of(MatmulKind kind) {
   }
 }
 
+at::Tensor product_of(const at::Tensor& a, const MatmulCall& call, at::Tensor out) {
+  if (!out.defined()) return call.bias ? at::addmm(*call.bias, a, call.b) : at::mm(a, call.b);
+  return call.bias ? at::addmm_out(out, *call.bias, a, call.b) : at::mm_out(out, a, call.b);
+}
+
 uint64_t fingerprint(const MatmulCall& call) {
   uint64_t hash = 3;
   for (const int64_t value : values_of(fields_of(call))) {
@@ -143,7 +158,7 @@ MatmulResult matmul(const MatmulCall& call) {
     const bool fused = agree(call, group, {group.getRank(), name});
     if (group.getSize() == 1) {  // nothing to send
       if (call.a.is_cuda()) group.check_region(name, call.a.device());
-      return {at::mm(call.a, call.b), call.gathered ? call.a.clone() : at::empty({0}, call.a.options())};
+      return {product_of(call.a, call), call.gathered ? call.a.clone() : at::empty({0}, call.a.options())};
     }
     if (!call.a.is_cuda()) return matmul_cpu(call, group);
     if (fused) {

@@ -30,8 +30,10 @@ struct MatmulCall {
   at::Tensor a, b;
   std::string group;
   std::string form;       // "auto", "unfused" (product first) or "fused" (one kernel)
-  int64_t trained = 0;    // bit 0: a requires gradients; bit 1: b
+  int64_t trained = 0;    // bit 0: a requires gradients; bit 1: b, or the bias of a reduce_scatter
   bool gathered = false;  // all_gather: also returns all ranks' a
+  // Added to this rank's product, before it is rounded. Any of the ranks may have one.
+  std::optional<at::Tensor> bias = std::nullopt;
 
   int64_t rows() const { return a.size(0); }
   int64_t depth() const { return a.size(1); }
@@ -45,6 +47,9 @@ MatmulResult matmul(const MatmulCall& call);
 // The checked call in each form.
 MatmulResult matmul_cpu(const MatmulCall& call, ProcessGroupArk& group);
 MatmulResult matmul_cuda(const MatmulCall& call, ProcessGroupArk& group);
+
+// This rank's product, into `out` if that is defined.
+at::Tensor product_of(const at::Tensor& a, const MatmulCall& call, at::Tensor out = {});
 
 // Runs one kernel, in a tile shape on which all ranks agree. Returns nothing on all ranks if ark does not carry the
 // group's CUDA tensors or a device has no room.

@@ -41,12 +41,12 @@ MatmulResult matmul_cpu(const MatmulCall& call, ProcessGroupArk& group) {
   const auto none = [&] { return at::empty({0}, call.a.options()); };
   switch (call.kind) {
     case MatmulKind::all_reduce: {
-      at::Tensor out = at::mm(call.a, call.b);
+      at::Tensor out = product_of(call.a, call);
       run(group, call, Kind::all_reduce, out, out, out.numel());
       return {out, none()};
     }
     case MatmulKind::reduce_scatter: {
-      const at::Tensor product = at::mm(call.a, call.b);
+      const at::Tensor product = product_of(call.a, call);
       at::Tensor out = at::empty({call.rows() / size, call.columns()}, call.a.options());
       run(group, call, Kind::reduce_scatter, product, out, out.numel());
       return {out, none()};
@@ -55,7 +55,7 @@ MatmulResult matmul_cpu(const MatmulCall& call, ProcessGroupArk& group) {
       at::Tensor gathered = at::empty({size * call.rows(), call.depth()}, call.a.options());
       const at::Tensor mine = call.a.contiguous();
       run(group, call, Kind::all_gather, mine, gathered, mine.numel());
-      at::Tensor out = at::mm(gathered, call.b);
+      at::Tensor out = product_of(gathered, call);
       return {out, call.gathered ? gathered : none()};
     }
   }

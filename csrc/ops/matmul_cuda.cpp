@@ -23,7 +23,7 @@ MatmulResult matmul_cuda(const MatmulCall& call, ProcessGroupArk& group) {
   switch (call.kind) {
     case MatmulKind::all_reduce: {
       at::Tensor out = place(call.rows(), call.columns());
-      at::mm_out(out, call.a, call.b);
+      product_of(call.a, call, out);
       Tensors tensors{out};
       c10d::AllreduceOptions options;
       options.asyncOp = false;
@@ -32,7 +32,7 @@ MatmulResult matmul_cuda(const MatmulCall& call, ProcessGroupArk& group) {
     }
     case MatmulKind::reduce_scatter: {
       at::Tensor product = place(call.rows(), call.columns()), out = place(call.rows() / size, call.columns());
-      at::mm_out(product, call.a, call.b);
+      product_of(call.a, call, product);
       c10d::ReduceScatterOptions options;
       options.asyncOp = false;
       group._reduce_scatter_base(out, product, options)->wait();
@@ -43,7 +43,7 @@ MatmulResult matmul_cuda(const MatmulCall& call, ProcessGroupArk& group) {
       c10d::AllgatherOptions options;
       options.asyncOp = false;
       group._allgather_base(gathered, mine, options)->wait();
-      at::Tensor out = at::mm(gathered, call.b);
+      at::Tensor out = product_of(gathered, call);
       return {out, call.gathered ? gathered : none()};
     }
   }

@@ -90,6 +90,14 @@ at::Tensor readable(const at::Tensor& b, bool& across) {
   return b.numel() == 0 || !across || fits(1) ? b : copied(b, b.size(1));
 }
 
+// Returns the bias, padded to the result's rows, where pairs of elements can be read.
+at::Tensor readable_bias(const at::Tensor& bias, int64_t wide) {
+  if (bias.is_contiguous() && bias.size(0) == wide && is_wide(0, bias)) return bias;
+  at::Tensor padded = at::zeros({wide}, bias.options());
+  padded.narrow(0, 0, bias.size(0)).copy_(bias);
+  return padded;
+}
+
 constexpr uint64_t kSlotsAlign = 1024;
 
 }  // namespace
@@ -143,6 +151,7 @@ std::optional<MatmulResult> matmul_fused(const MatmulCall& call, ProcessGroupArk
   const at::Tensor b = readable(columns != 0 ? call.b : at::zeros({depth, 8}, call.b.options()), across);
   // Rows of a separate result are aligned to 16 bytes too.
   const int64_t wide = in_wholes(std::max<int64_t>(columns, 1), 8) * 8;
+  const at::Tensor bias = call.bias ? readable_bias(*call.bias, wide) : at::Tensor();
   const int64_t sizes[] = {gathers ? size * call.rows() : cut.part_rows, wide};
   at::Tensor out = reduces ? allocate_result(group, sizes, dtype, device) : at::empty(sizes, call.a.options());
   at::Tensor gathered = at::empty({0}, call.a.options());
@@ -156,6 +165,7 @@ std::optional<MatmulResult> matmul_fused(const MatmulCall& call, ProcessGroupArk
   params.b = across ? map_of(b.const_data_ptr(), b.size(1), depth, b.stride(0), MatmulShape::kDepth)
                     : map_of(b.const_data_ptr(), depth, b.size(1), b.stride(1), cut.shape.columns);
   params.rows = static_cast<const char*>(a.const_data_ptr());
+  params.bias = call.bias ? static_cast<const char*>(bias.const_data_ptr()) : nullptr;
   params.row_bytes = static_cast<uint64_t>(a.stride(0)) * 2;
   params.out_bytes = static_cast<uint64_t>(wide) * 2;
   params.part_rows = static_cast<uint32_t>(cut.part_rows);

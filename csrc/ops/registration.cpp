@@ -97,23 +97,25 @@ std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>, std::vector<at::Ten
 }
 
 ark::ops::MatmulResult product(ark::ops::MatmulKind kind, const at::Tensor& a, const at::Tensor& b,
-                               c10::string_view group, c10::string_view form, int64_t trained, bool gathered = false) {
-  return ark::ops::matmul({kind, a, b, std::string(group), std::string(form), trained, gathered});
+                               c10::string_view group, c10::string_view form, int64_t trained,
+                               const std::optional<at::Tensor>& bias, bool gathered = false) {
+  return ark::ops::matmul({kind, a, b, std::string(group), std::string(form), trained, gathered, bias});
 }
 
 at::Tensor matmul_all_reduce(const at::Tensor& a, const at::Tensor& b, c10::string_view group, c10::string_view form,
-                             int64_t trained) {
-  return product(ark::ops::MatmulKind::all_reduce, a, b, group, form, trained).first;
+                             int64_t trained, const std::optional<at::Tensor>& bias) {
+  return product(ark::ops::MatmulKind::all_reduce, a, b, group, form, trained, bias).first;
 }
 
 at::Tensor matmul_reduce_scatter(const at::Tensor& a, const at::Tensor& b, c10::string_view group,
-                                 c10::string_view form, int64_t trained) {
-  return product(ark::ops::MatmulKind::reduce_scatter, a, b, group, form, trained).first;
+                                 c10::string_view form, int64_t trained, const std::optional<at::Tensor>& bias) {
+  return product(ark::ops::MatmulKind::reduce_scatter, a, b, group, form, trained, bias).first;
 }
 
 std::tuple<at::Tensor, at::Tensor> all_gather_matmul(const at::Tensor& a, const at::Tensor& b, c10::string_view group,
-                                                     c10::string_view form, int64_t trained, bool return_gathered) {
-  return product(ark::ops::MatmulKind::all_gather, a, b, group, form, trained, return_gathered);
+                                                     c10::string_view form, int64_t trained, bool return_gathered,
+                                                     const std::optional<at::Tensor>& bias) {
+  return product(ark::ops::MatmulKind::all_gather, a, b, group, form, trained, bias, return_gathered);
 }
 
 std::vector<int64_t> moe_layout(const at::Tensor& x, const at::Tensor& topk_ids, c10::string_view group,
@@ -240,11 +242,13 @@ TORCH_LIBRARY(ark, library) {
       "exchange_bags(Tensor values, Tensor lengths, Tensor? per_sample_weights, str group_name, int[] rows, "
       "int[] owners, str[] names, bool trained) -> (Tensor[] indices, Tensor[] offsets, Tensor[] per_sample_weights, "
       "bool trained_somewhere)");
-  library.def("matmul_all_reduce(Tensor a, Tensor b, str group_name, str form, int trained) -> Tensor");
-  library.def("matmul_reduce_scatter(Tensor a, Tensor b, str group_name, str form, int trained) -> Tensor");
   library.def(
-      "all_gather_matmul(Tensor a, Tensor b, str group_name, str form, int trained, bool return_gathered) -> "
-      "(Tensor product, Tensor gathered)");
+      "matmul_all_reduce(Tensor a, Tensor b, str group_name, str form, int trained, Tensor? bias=None) -> Tensor");
+  library.def(
+      "matmul_reduce_scatter(Tensor a, Tensor b, str group_name, str form, int trained, Tensor? bias=None) -> Tensor");
+  library.def(
+      "all_gather_matmul(Tensor a, Tensor b, str group_name, str form, int trained, bool return_gathered, "
+      "Tensor? bias=None) -> (Tensor product, Tensor gathered)");
   library.def(
       "moe_layout(Tensor x, Tensor topk_ids, str group_name, int num_experts, SymInt max_rows, int trained, "
       "Tensor? topk_weights, Tensor? w1, Tensor? w2, str activation) -> int[]");

@@ -102,6 +102,28 @@ def test_one_kernel() -> None:
     run(_cases)
 
 
+def _biases(rank: Rank, form: str) -> None:
+    """A bias on one rank or on all, where columns end in a tile, too."""
+    device = start(rank)
+    me, world = rank.rank, rank.world_size
+    for number, case in enumerate(kernel_cases(world)):
+        owners = range(world) if number % 2 else [number // 2 % world]
+        drawn = {r: torch.randn(case.n[r], generator=torch.Generator().manual_seed(70 + r)) for r in owners}
+        biases = {r: one.to(case.dtype) for r, one in drawn.items()}
+        a, b = draw(case, me, device)
+        got = case.call(a, b, bias=biases[me].to(device) if me in biases else None, form=form)
+        gathers = case.name == "all_gather_matmul"
+        wanted = exact(case, me, world)
+        for r, one in biases.items():
+            wanted = wanted + one.double() if r == me or not gathers else wanted
+        close(got, wanted, case.k[0] if gathers else sum(case.k), (form, case, owners))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_biases(form: str) -> None:
+    run(_biases, form)
+
+
 def _sums_in_rank_order(rank: Rank) -> None:
     """Products of small integers are exact in any implementation, and so are the bits of their rounded sums."""
     device = start(rank)

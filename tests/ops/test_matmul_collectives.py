@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from support.groups import ark_only
 from support.launcher import run_ranks
-from support.products import OPERATORS, Case, draw, random_case, reference, same, unfused
+from support.products import OPERATORS, Case, draw, product_of, random_case, reference, same, unfused
 from support.rank import Rank
 from torch import Tensor
 
@@ -43,6 +43,33 @@ def _random(rank: Rank, seed: int, count: int) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_random_shapes(world: int) -> None:
     run_ranks(_random, world, world, 30)
+
+
+def _bias(rank: Rank) -> None:
+    """The bits of addmm and the collective, whichever ranks have a bias, and gradients of PyTorch's own collectives."""
+    rank.init()
+    torch.set_num_threads(1)
+    me, world = rank.rank, rank.world_size
+    for name in OPERATORS:
+        for dtype in (torch.float64, torch.bfloat16):
+            for owners in ({0}, {*range(world)}):
+                case = _of(name, world, dtype, m=3)
+                a, b = (one.requires_grad_() for one in draw(case, me))
+                bias = torch.randn(b.shape[1], 2).to(dtype)[:, 1].requires_grad_() if me in owners else None
+                got = case.call(a, b, bias=bias)
+                with torch.no_grad():
+                    same(got, unfused(case, a, b, world, bias=bias), (name, dtype, owners))
+                if dtype == torch.float64:
+                    inputs = [one for one in (a, b, bias) if one is not None]
+                    gradient = _gradient(got, 0 if name == "matmul_all_reduce" else me)
+                    wanted = torch.autograd.grad(_by_pytorch(case, a, b, bias), inputs, gradient)
+                    torch.testing.assert_close(torch.autograd.grad(got, inputs, gradient), wanted)
+
+
+@pytest.mark.by_day("2")
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_bias(world: int) -> None:
+    run_ranks(_bias, world)
 
 
 def _carried(rank: Rank, seed: int) -> None:
@@ -198,14 +225,14 @@ def _second_gradients(rank: Rank) -> None:
             torch.testing.assert_close(got, wanted)
 
 
-def _by_pytorch(case: Case, a: Tensor, b: Tensor) -> Tensor:
+def _by_pytorch(case: Case, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """Computes the same with PyTorch's own differentiable collectives. After all_reduce, the gradient is unchanged."""
     import torch.distributed._functional_collectives as funcol
 
     group = dist.group.WORLD
     if case.name == "all_gather_matmul":
-        return torch.mm(funcol.all_gather_tensor_autograd(a.contiguous(), 0, group), b)
-    product = torch.mm(a, b)
+        return product_of(funcol.all_gather_tensor_autograd(a.contiguous(), 0, group), b, bias)
+    product = product_of(a, b, bias)
     if case.name == "matmul_reduce_scatter":
         return funcol.reduce_scatter_tensor_autograd(product, "sum", 0, group)
     other = product.detach().clone()
@@ -231,6 +258,9 @@ def _arguments(what: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         "kernel": ((a, b), {"form": "fused"}),
         "rows": ((torch.ones(5, 3), b), {}),
         "device": ((a, b.to("meta")), {}),
+        "bias": ((a, b), {"bias": torch.ones(4)}),
+        "bias of rows": ((a, b), {"bias": torch.ones(4, 5)}),
+        "dtype of bias": ((a, b), {"bias": torch.ones(5).double()}),
     }[what]
 
 
@@ -241,6 +271,9 @@ BAD: dict[str, tuple[str, type[Exception]]] = {
     "dtype": (r"b is torch.float64 but a is torch.float32", TypeError),
     "integer": (r"a is torch.int64", TypeError),
     "form": (r"form is 'quick'", ValueError),
+    "bias": (r"bias is \[4\] but b is \[3, 5\]", ValueError),
+    "bias of rows": (r"bias is \[4, 5\] but b is \[3, 5\]", ValueError),
+    "dtype of bias": (r"bias is torch.float64 but a is torch.float32", TypeError),
     "kernel": (r"form is 'fused', and .*CUDA", ValueError),
     "rows": (r"a has 5 rows, which 2 ranks cannot share evenly", ValueError),
 }
@@ -389,7 +422,8 @@ def _opcheck(rank: Rank) -> None:
         (library.all_gather_matmul.default, (False,)),
         (library.all_gather_matmul.default, (True,)),
     ):
-        torch.library.opcheck(operator, (a, b, name, "auto", 3, *more))
+        for bias in (None, torch.randn(5, requires_grad=True)):
+            torch.library.opcheck(operator, (a, b, name, "auto", 3, *more, bias))
 
 
 def test_what_pytorch_asks_of_an_operator() -> None:

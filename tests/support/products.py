@@ -105,13 +105,17 @@ def exact(case: Case, rank: int, world: int) -> Tensor:
     return total if case.name == "matmul_all_reduce" else total[rank * case.m // world :][: case.m // world]
 
 
-def unfused(case: Case, a: Tensor, b: Tensor, world: int, group: Any = None) -> Tensor:
-    """Computes torch.mm and the group's collective."""
+def product_of(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+
+
+def unfused(case: Case, a: Tensor, b: Tensor, world: int, group: Any = None, bias: Tensor | None = None) -> Tensor:
+    """Computes torch.mm (torch.addmm with a bias) and the group's collective."""
     if case.name == "all_gather_matmul":
         gathered = a.new_empty(world * a.shape[0], a.shape[1])
         dist.all_gather_into_tensor(gathered, a.contiguous(), group=group)
-        return torch.mm(gathered, b)
-    product = torch.mm(a, b)
+        return product_of(gathered, b, bias)
+    product = product_of(a, b, bias)
     if case.name == "matmul_all_reduce":
         dist.all_reduce(product, group=group)
         return product

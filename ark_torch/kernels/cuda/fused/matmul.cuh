@@ -330,6 +330,19 @@ struct Matmul {
     }
   }
 
+  // Sums start from the bias, which ranks may have or not.
+  __device__ __forceinline__ void begin(float (&sums)[kOver][4], uint32 v) const {
+    ARK_UNROLL for (int j = 0; j < kOver; ++j) ARK_UNROLL for (int e = 0; e < 4; ++e) sums[j][e] = 0;
+    if (p.bias == nullptr) return;
+    const uint32 column = tile_at(v).column + lane() % 4 * 2;
+    ARK_UNROLL for (int j = 0; j < kOver; ++j) {
+      if (column + j * 8 >= p.columns) continue;
+      float pair[2];
+      Format::decode(*reinterpret_cast<const uint32*>(p.bias + (column + j * 8) * 2), pair);
+      ARK_UNROLL for (int e = 0; e < 4; ++e) sums[j][e] = pair[e % 2];
+    }
+  }
+
   // The work of a warp group.
   __device__ __forceinline__ void multiply(uint32 group) {
     using namespace ark::loop;
@@ -340,7 +353,7 @@ struct Matmul {
     bool well = true;
     float sums[kOver][4];
     for (uint32 v = blockIdx.x; v < p.tiles; v += gridDim.x) {
-      ARK_UNROLL for (int j = 0; j < kOver; ++j) ARK_UNROLL for (int e = 0; e < 4; ++e) sums[j][e] = 0;
+      begin(sums, v);
       uint32 before = 0;  // the stage being multiplied
       ARK_ROLLED for (uint32 step = 0; step < steps(); ++step) {
         while (!barrier_passed(&shared.full[stage], parity)) {

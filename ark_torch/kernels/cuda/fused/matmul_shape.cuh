@@ -18,6 +18,7 @@ struct MatmulParams {
   TileLinks links;           // to all_reduce's result, else to scratch
   char* scratch[kMaxRanks];  // of every rank, as mapped here: slots for sums, or gathered rows
   const char* rows;          // all_gather: this rank's a
+  const char* bias;          // an element for each column, or null
   char* out;                 // of reduce_scatter and all_gather
   uint64 row_bytes;          // stride of a's rows; gathered rows are contiguous
   uint64 out_bytes;          // stride of the result's rows
