@@ -59,24 +59,21 @@ $(BUILT): $(SOURCES) | $(STAMP)
 demo: setup ## trains a small GPT on two processes over ark and over Gloo, and compares
 	$(PY) examples/train_gpt.py --output demo-output
 
-# Runs tests that share the cores first, then those that must run alone (tests/conftest.py). pytest's exit code 5 means
-# that there are none.
 JOBS ?= $(shell nproc)
-define python_tests
-$(PYTEST) -n $(JOBS) --dist loadgroup -m "$(1)not alone" $(2)
-$(PYTEST) -m "$(1)alone" $(2) || test $$? = 5
-endef
 
+# One worker more than cores, as for the C++ tests: a quarter of the time, tests wait (for timeouts, stopped ranks).
 test: setup test-cpp-gate ## the tests of every change (ten minutes on two cores)
-	$(call python_tests,,)
+	$(PYTEST) -n $$(($(JOBS) + 1)) --dist loadgroup
 
 test-quick: setup ## the fast tests, none of which is `alone` (two minutes)
 	$(PYTEST) -n $(JOBS) --dist loadgroup -m quick
 
-# A shard takes up to 25 minutes on two cores. The first of several includes the C++ tests.
+# A shard takes up to 25 minutes on two cores. The first of several includes the C++ tests. Tests that share the cores
+# come first, then those that run alone (tests/conftest.py). pytest's exit code 5 means that there are none.
 SHARD ?= 1/1
 test-nightly: setup $(if $(filter 1/%,$(SHARD)),test-cpp) ## every test, long and short; SHARD=2/6: every sixth, from the second on
-	$(call python_tests,,--night --shard $(SHARD))
+	$(PYTEST) -n $(JOBS) --dist loadgroup -m "not alone" --night --shard $(SHARD)
+	$(PYTEST) -m alone --night --shard $(SHARD) || test $$? = 5
 
 # These tests fail where they cannot run. Without a GPU nothing is collected, which fails, too.
 test-gpu: setup ## the tests on GPUs; SHARD=2/3: every third, from the second on; ARK_TEST_RANKS=2: ranks share one
@@ -116,8 +113,8 @@ test-cpp: test-cpp-plain test-cpp-thread test-cpp-address ## C++ tests: the libr
 test-cpp-gate: CTEST_FLAGS := -E "(RandomOperations|AllKindsInMany).*/[4-8](Plain|Registered)|AThousandGroups|KilledAtAnyTime|CostsTest.(Damage|OfEach|Equal|Plausible)|AttentionTest.WorkersDo"
 test-cpp-gate: setup
 	@export ARK_TEST_CXX="$$(PYTHONPATH=tests $(PY) -m support.precompiled)"; \
-	$(call cpp_tests,extension,-DARK_BUILD_TESTS=ON)
-	@$(call cpp_tests,cpp-thread,-DARK_SANITIZE=thread)
+	$(call cpp_tests,extension,-DARK_BUILD_TESTS=ON -DARK_GATE=ON)
+	@$(call cpp_tests,cpp-thread,-DARK_SANITIZE=thread -DARK_PLAIN_CORE="$(abspath build/extension/libark_core.a)")
 
 # Compiles each file separately, so that none depends on another's includes, with libark_torch and a program that uses
 # it.
@@ -126,7 +123,7 @@ test-cpp-plain: setup
 	@ln -sf build/cpp-plain/compile_commands.json compile_commands.json
 
 test-cpp-thread: setup
-	@$(call cpp_tests,cpp-thread,-DARK_SANITIZE=thread)
+	@$(call cpp_tests,cpp-thread,-DARK_SANITIZE=thread -DARK_PLAIN_CORE=)
 
 test-cpp-address: setup
 	@$(call cpp_tests,cpp-address,-DARK_SANITIZE=address)

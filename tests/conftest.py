@@ -3,9 +3,9 @@
 Tiers: `quick` (make test-quick), unmarked (make test), `nightly` (only with --night: make test-nightly, which runs all
 tests, the compiler's with full optimisation). `changed("setup.py", ...)`: nightly, but also in `make test` if the last
 commit or an uncommitted change touches one of these paths (ARK_TEST_BASE: since another revision). `by_day("3",
-"2-carried")`: make test runs only these cases of a parametrized test, the night runs all of them. `alone`: not at the
-same time as other tests, because it needs both cores or has a time bound. --shard 2/5 runs every fifth test, starting
-with the second.
+"2-carried")`: make test runs only these cases of a parametrized test, the night runs all of them. `alone`: nightly, and
+not at the same time as other tests, because it needs both cores or has a time bound. --shard 2/5 runs every fifth test,
+starting with the second.
 
 pytest-timeout ends a test that hangs in the test process (pyproject.toml has the limit of tests that name none; ranks
 have their own limits, see support/launcher.py).
@@ -37,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "nightly: long; runs with --night only (make test-nightly)")
     config.addinivalue_line("markers", "changed(*paths): nightly, but runs in make test too when one of these changed")
     config.addinivalue_line("markers", "by_day(*names): the cases of a parametrized test that are not nightly")
-    config.addinivalue_line("markers", "alone: runs beside no other test")
+    config.addinivalue_line("markers", "alone: runs beside no other test; nightly, too")
     # A shell starts background jobs with Ctrl-C ignored, and all their child processes would inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -101,7 +101,11 @@ def pytest_check_cases_by_day(config: pytest.Config, items: list[pytest.Item]) -
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    kept = items if config.getoption("--night") else [item for item in items if not _is_for_the_night(item)]
+    kept = items
+    if not config.getoption("--night"):
+        kept = [item for item in items if not _is_for_the_night(item)]
+        if alone := [item.nodeid for item in kept if item.get_closest_marker("alone")]:
+            raise pytest.UsageError(f"`alone` is for the night, and these are not nightly: {', '.join(alone)}")
     shard = config.getoption("--shard")
     if shard:
         index, _, count = shard.partition("/")

@@ -63,6 +63,7 @@ def test_no_less_exact_than_inductor(dtype: torch.dtype, compiled: Any) -> None:
         assert accuracy.nearness(found, recorded[case.name]) <= 1, (case.name, found, recorded[case.name])
 
 
+@pytest.mark.by_day("dtype0")
 @pytest.mark.quick
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_what_is_returned_is_rounded_for_its_other_readers(dtype: torch.dtype, compiled: Any) -> None:

@@ -239,6 +239,7 @@ def test_a_thread_beside_spoils_what_is_timed() -> None:
     assert served.run(3) == 3 and len(counted) == 1
 
 
+@pytest.mark.nightly
 def test_reset_while_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unwanted compilations do not start, and running ones are not waited for."""
     gate, call = Gate(monkeypatch), Called()

@@ -88,6 +88,7 @@ def _shapes(seed: int) -> tuple[nn.Module, list[Tensor]]:
     return Some().eval(), [torch.randn(rows, columns).to(dtype) for _ in range(2)]
 
 
+@pytest.mark.by_day("0", "3", "5")
 @pytest.mark.parametrize("seed", range(6))
 def test_bits_are_the_same_under_each(compiled: Any, seed: int) -> None:
     """Also from call to call: data stored past the caches is there when it is read."""
@@ -148,9 +149,10 @@ needs_nvrtc = pytest.mark.skipif(
 )
 
 
+@pytest.mark.by_day("all-last")
+@pytest.mark.changed("ark_torch/kernels/cuda/*", "csrc/compiler/emit/*")
 @needs_nvrtc
 @pytest.mark.timeout(400)
-@pytest.mark.by_day("all-last")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_text_of_a_gpu_compiles_without_spills(compiled: Any, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
     source = _decoding_source(compiled, monkeypatch, cache=policy)
@@ -161,6 +163,7 @@ def test_text_of_a_gpu_compiles_without_spills(compiled: Any, monkeypatch: pytes
     _check_compiles(source)
 
 
+@pytest.mark.changed("ark_torch/kernels/cuda/*", "csrc/compiler/emit/*")
 @needs_nvrtc
 @pytest.mark.timeout(400)
 def test_text_of_a_gpu_that_keeps_some_parameters_compiles(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:

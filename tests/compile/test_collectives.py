@@ -287,6 +287,7 @@ def _aborted(rank: Rank) -> None:
         rank.report("aborted")
 
 
+@pytest.mark.nightly
 def test_an_abort_ends_a_kernel() -> None:
     with Job(_aborted, 2, destroy=False) as job:
         job.wait_event(0, "aborted")

@@ -102,6 +102,7 @@ LARGE = {
 }
 
 
+@pytest.mark.by_day("depthwise")
 @pytest.mark.parametrize("name", LARGE)
 def test_what_onednn_does_faster_is_left_to_it(name: str, compiled: Any) -> None:
     """This is the default, and explain says so. If a region must be whole, ark still computes it."""

@@ -204,6 +204,7 @@ def test_encoder_and_decoder(sources: Sources, compiled: Any, dtype: torch.dtype
     sources.check()
 
 
+@pytest.mark.changed("ark_torch/kernels/cuda/*", "csrc/compiler/emit/*")
 def test_recommender(sources: Sources, compiled: Any) -> None:
     model = recommender.Dlrm(dim=64).eval()
     indices = [torch.randint(0, 50, (30,)) for _ in range(8)]
@@ -221,6 +222,7 @@ def test_experts(sources: Sources, compiled: Any, kind: Any) -> None:
 
 
 @pytest.mark.by_day("sm_90a-1-bfloat16")
+@pytest.mark.changed("ark_torch/kernels/cuda/*", "csrc/compiler/emit/*")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("rows", [1, 8, 9, 16])
 def test_coded_weights(sources: Sources, compiled: Any, rows: int, dtype: torch.dtype) -> None:
@@ -234,7 +236,7 @@ def test_coded_weights(sources: Sources, compiled: Any, rows: int, dtype: torch.
     sources.check()
 
 
-@pytest.mark.by_day("sm_90a-1-int4", "sm_90a-1-float8-dynamic")
+@pytest.mark.by_day("sm_90a-1-int4")
 @pytest.mark.parametrize("form", ["int8", "int4", "float8", "float8-dynamic"])
 @pytest.mark.parametrize("batch", [1, 2, 8, 16])
 def test_coded_llama(sources: Sources, compiled: Any, batch: int, form: str) -> None:

@@ -60,6 +60,7 @@ def test_a_dynamic_number_of_tokens_is_inductors_and_right(caplog: pytest.LogCap
     assert "sizes are symbolic" in caplog.text
 
 
+@pytest.mark.nightly
 def test_a_fixed_number_of_tokens_leaves_only_attention_to_others(compiled: Any) -> None:
     layer, x = Layer().eval(), torch.randn(4, 32)
     call, report = compiled(layer, dynamic=False, minimum=1)

@@ -60,7 +60,7 @@ def test_what_is_found(name: str) -> None:
         assert len(said[name]) == 1 and said[name][0].endswith(f"ark.{FORMS[name][1]}.default"), said[name]
 
 
-@pytest.mark.by_day("experts_mixed_up", "slots_that_may_not_do")
+@pytest.mark.by_day("experts_mixed_up")
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_left(name: str) -> None:
     for said in run_ranks(_run, 2, [name], [6, 6]):

@@ -120,6 +120,7 @@ def test_inference_is_explained_unless_training_is() -> None:
     assert "the whole graph runs on Inductor: it was traced with gradients on" in str(report)
 
 
+@pytest.mark.nightly
 def test_what_training_would_win_is_measured() -> None:
     """Its forward pass without gradients, by all three; gradients, buffers and parameters are as before."""
     model = torch.nn.Sequential(torch.nn.Linear(24, 48), torch.nn.BatchNorm1d(48), torch.nn.GELU()).train()

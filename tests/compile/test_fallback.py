@@ -63,6 +63,16 @@ UNSUPPORTED = {
 }
 
 
+@pytest.mark.by_day(
+    "cpp-complex",
+    "cpp-empty",
+    "cpp-apart",
+    "cpp-mask_index",
+    "cpp-int_rest",
+    "cpp-large_integer",
+    "cpp-wide_heads",
+    "cpp-kthvalue",
+)
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_right_all_the_same(name: str, plan: str, compiled: Any) -> None:
     function, make, reason = UNSUPPORTED[name]
@@ -73,6 +83,7 @@ def test_right_all_the_same(name: str, plan: str, compiled: Any) -> None:
     assert reason in shown, shown
 
 
+@pytest.mark.nightly
 def test_pooling_is_captured_before_inductor_is_loaded() -> None:
     """In a fresh process, where nothing has been compiled: only the pooling falls back, not the graph."""
     code = (

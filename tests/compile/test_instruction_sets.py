@@ -99,6 +99,7 @@ def main() -> None:
 
 
 @pytest.mark.by_day("avx2")
+@pytest.mark.changed("ark_torch/kernels/cpu/*", "csrc/compiler/emit/cpu/*", "csrc/jit/*")
 @pytest.mark.parametrize("name", WITHOUT)
 def test_eagers_numbers(name: str, tmp_path: Path) -> None:
     if shutil.which("g++") is None:

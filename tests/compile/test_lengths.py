@@ -85,6 +85,7 @@ def test_twenty_lengths_are_two_graphs(masked: bool, compilations: dict[str, int
     assert compilations["by Inductor"] == 2 and compilations["regions"] <= 1, compilations
 
 
+@pytest.mark.changed("ark_torch/compile/capture.py", "ark_torch/compile/options.py")
 def test_the_reason_is_told_and_forbidden_lengths_are_errors(compiled: Any) -> None:
     model = Encoder().eval()
     call, report = compiled(model)

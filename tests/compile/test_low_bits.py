@@ -36,7 +36,7 @@ def error(got: Tensor, right: Tensor) -> float:
     return float((got.double() - right).abs().max())
 
 
-@pytest.mark.by_day("cpp-int4, zeros", "cpp-int8, scaled", "cpp-float8, scaled")
+@pytest.mark.by_day("cpp-int4, zeros", "cpp-int8, scaled")
 @pytest.mark.parametrize("name", FORMS)
 def test_every_form(name: str, plan: str, compiled: Any) -> None:
     """One region, named in the report, for one and many rows of each type. Errors are like Inductor's or eager's."""
@@ -177,6 +177,7 @@ def test_a_weight_that_others_read_is_computed(compiled: Any) -> None:
     assert "others read what it decodes" in report.graphs[0].weights[0]
 
 
+@pytest.mark.nightly
 def test_a_piece_of_inductors_decodes_for_itself(compiled: Any) -> None:
     """A product that is too small for a region takes its decoding along."""
     model, told = coded("int4, zeros", 24)

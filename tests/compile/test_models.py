@@ -148,6 +148,7 @@ def test_decoder(plan: str, compiled: Any) -> None:
     assert len(report.regions) == 1
 
 
+@pytest.mark.nightly
 def test_transposed_convolutions_fall_back(plan: str, compiled: Any) -> None:
     """The convolutions run on Inductor, the operators between them on ark."""
     model = models.ResidualBlock(transposed=True).eval()

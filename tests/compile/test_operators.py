@@ -266,6 +266,7 @@ def compare(got: Any, wanted: Any, name: str) -> None:
         assert got == wanted
 
 
+@pytest.mark.changed("ark_torch/compile/*", "tests/compile/*")
 @pytest.mark.quick
 @pytest.mark.parametrize("name", CASES)
 def test_lowered(name: str, double: Any, compiled: Any) -> None:
@@ -309,6 +310,7 @@ def test_kernel_alone(name: str, compiled: Any) -> None:
     assert report.regions, report
 
 
+@pytest.mark.by_day("extra0")
 @pytest.mark.parametrize("extra", [{"padding": 1}, {"ceil_mode": True}, {"divisor_override": 3}, {"kernel_size": 5}])
 def test_what_no_average_of_views_is_falls_back(extra: dict[str, Any], compiled: Any) -> None:
     arguments = {"kernel_size": 3, **extra}

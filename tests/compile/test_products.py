@@ -310,6 +310,7 @@ def _dtensor(rank: Rank) -> list[str]:
     return told
 
 
+@pytest.mark.nightly
 def test_sequence_parallelism_of_dtensor() -> None:
     for told in run_ranks(_dtensor, 2):
         assert [one.split(".")[1] for one in told] == ["all_gather_matmul", "matmul_reduce_scatter"], told

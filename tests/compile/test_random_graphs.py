@@ -1,4 +1,4 @@
-"""Random programs (random_graphs.py) on ark, eager and in float64: 8 in `make test`, 2,000 with new seeds at night.
+"""Random programs (random_graphs.py) on ark, eager and in float64: 4 in `make test`, 2,000 with new seeds at night.
 
 Seeds are fixed, so that each `make test` is the same. RANDOM_GRAPHS_SEED sets the first seed of the nightly run.
 """
@@ -13,8 +13,8 @@ import pytest
 from random_batches import batches, check_coverage
 
 
-@pytest.mark.by_day("8")
-@pytest.mark.parametrize("programs", [8, 20])
+@pytest.mark.by_day("4")
+@pytest.mark.parametrize("programs", [4, 20])
 def test_fixed_ones(tmp_path: Path, programs: int) -> None:
     check_coverage(batches(tmp_path, [1], programs), programs)
 

@@ -176,13 +176,13 @@ def check(calls: dict[str, Callable[..., Tensor]], inputs: tuple[Tensor, ...], c
     assert report.regions
 
 
-@pytest.mark.by_day("torch.float32", "torch.int32")
+@pytest.mark.by_day("torch.float32")
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS], ids=str)
 def test_of_one(dtype: torch.dtype, compiled: Any) -> None:
     check(UNARY, (specials(dtype),), compiled)
 
 
-@pytest.mark.by_day("torch.float32", "torch.int32")
+@pytest.mark.by_day("torch.float32")
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS], ids=str)
 def test_of_two(dtype: torch.dtype, compiled: Any) -> None:
     x, y = torch.meshgrid(specials(dtype), specials(dtype), indexing="ij")

@@ -66,7 +66,7 @@ def versions(model: nn.Module) -> list[int]:
     return [tensor._version for tensor in (*model.parameters(), *model.buffers())]
 
 
-@pytest.mark.by_day("True-True")
+@pytest.mark.by_day("True-False")
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("mode", [True, False])
 def test_all_is_put_back(training: bool, mode: bool) -> None:

@@ -82,6 +82,7 @@ def _sizes(rank: Rank, placement: Placement, sizes: tuple[int, ...]) -> None:
         dist.barrier()
 
 
+@pytest.mark.by_day("2")
 @pytest.mark.parametrize("world", [2, 3])
 def test_sizes(world: int) -> None:
     run_ranks(_sizes, world, (), SIZES, env=GLOO)
@@ -95,6 +96,7 @@ placements = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.by_day("00111")
 @placements
 def test_sizes_on_nodes(placement: Placement) -> None:
     run_ranks(_sizes, len(placement), placement, SIZES)
@@ -130,6 +132,7 @@ def _blocks(rank: Rank, placement: Placement) -> None:
         assert (even == 7 + me).all(), turn
 
 
+@pytest.mark.by_day("(0, 0, 1, 1, 1)", "(0, 1, 1, 1, 1, 1, 1, 1, 1)")
 @pytest.mark.parametrize(
     "placement", [TWO, UNEVEN, (0, *[1] * 8), by_night(STAR), by_night((0, 1, 1, 1, 0, 2))], ids=str
 )
@@ -254,6 +257,7 @@ def _flat_order(rank: Rank, placement: Placement) -> None:
     assert not torch.equal(one[-1]["all_reduce torch.float32 SUM"], by_node[-1]["all_reduce torch.float32 SUM"])
 
 
+@pytest.mark.by_day("(0, 1, 1, 1)")
 @pytest.mark.parametrize(
     "placement", [(0, 1, 0, 1), (0, 1, 1, 1), by_night(UNEVEN), by_night(MIXED), by_night(TWO)], ids=str
 )
@@ -375,6 +379,7 @@ def _disagree(rank: Rank, placement: Placement, call: str) -> None:
     rank.report("heard")
 
 
+@pytest.mark.by_day("(0, 1)-size", "(0, 0, 1, 1)-size", "(0, 0, 1, 1)-large", "(0, 0, 1, 1)-root", "(0, 0, 1, 1)-kind")
 @pytest.mark.parametrize("call", ["size", "large", "root", "kind"])
 @pytest.mark.parametrize("placement", [(0, 1), TWO, by_night((0, 1, 1, 0)), by_night(UNEVEN)], ids=str)
 def test_ranks_that_disagree(placement: Placement, call: str) -> None:
@@ -400,6 +405,7 @@ def _alone(rank: Rank, placement: Placement, how: str, quiet: int) -> float:
     rank.report("running")
     if rank.rank == quiet:
         if how == "abort":
+            rank.wait_for("abort")  # all ranks are past the first operation
             time.sleep(0.5)
             group.abort()
         rank.wait_for("go")
@@ -419,6 +425,7 @@ def _alone(rank: Rank, placement: Placement, how: str, quiet: int) -> float:
     return took
 
 
+@pytest.mark.by_day("(0, 1)-1-killed", "(0, 0, 1, 1)-0-timeout", "(0, 0, 1, 1)-3-abort", "(0, 0, 1, 1)-3-killed")
 @pytest.mark.parametrize("how", ["abort", "timeout", "killed"])
 @pytest.mark.parametrize(
     "placement, quiet", [((0, 1), 1), (TWO, 0), (TWO, 3), by_night(UNEVEN, 4), by_night((0, 1, 1, 1), 0)], ids=str
@@ -430,6 +437,8 @@ def test_what_ends_a_collective(placement: Placement, quiet: int, how: str) -> N
         if how == "killed":
             time.sleep(0.3)
             job.kill(quiet)
+        elif how == "abort":
+            job.go(quiet, "abort")
         others = [r for r in range(world) if r != quiet]
         for r in others:
             job.wait_event(r, "ended", timeout=20)

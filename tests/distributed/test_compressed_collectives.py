@@ -114,6 +114,7 @@ def _values(rank: Rank, cases: Any, dtypes: Any) -> None:
     _check_all(rank.rank, rank.world_size, group.group_name, cases, dtypes)
 
 
+@pytest.mark.by_day("3", "2-carried")
 @each_world
 def test_values(world: int, carrier: str) -> None:
     run(_values, world, carrier, SPREAD, DTYPES)
@@ -197,6 +198,7 @@ def _functional(rank: Rank) -> None:
     _same(mine, summed, "all_reduce")
 
 
+@pytest.mark.by_day("3", "2-carried")
 @each_world
 def test_functional(world: int, carrier: str) -> None:
     run(_functional, world, carrier)

@@ -105,6 +105,7 @@ def _digits(rank: Rank, ways: list[dict[str, Any] | None], steps: int) -> list[t
     return found
 
 
+@pytest.mark.nightly
 def test_a_vision_transformer_learns_digits_as_with_exact_gradients() -> None:
     (exact, _), (eight, sent_eight), (four, sent_four) = run_ranks(_digits, 2, [None, {"bits": 8}, {"bits": 4}], 100)[0]
     assert exact > 0.6, (exact, "nothing was learnt")

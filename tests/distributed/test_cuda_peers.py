@@ -108,6 +108,7 @@ def _left_to_nccl(rank: Rank, lies: bool) -> None:
         assert carriers.made[0].calls()[-1] == "barrier"
 
 
+@pytest.mark.by_day("lying")
 @pytest.mark.parametrize("lies", [False, True], ids=["missing", "lying"])
 def test_untested_where_it_is_asked_for(pretended_gpu: Any, lies: bool) -> None:
     run_ranks(_left_to_nccl, 2, lies, env={**pretended_gpu, "ARK_DISABLE_P2P": "0"})
@@ -210,6 +211,7 @@ def _lying_without_host(rank: Rank, told_nccl: bool) -> None:
     assert not carriers.made, "NCCL would send into the void"
 
 
+@pytest.mark.by_day("plain")
 @pytest.mark.parametrize("told_nccl", [False, True], ids=["plain", "NCCL_P2P_DISABLE"])
 def test_lies_and_no_memory_of_the_host(pretended_gpu: Any, told_nccl: bool) -> None:
     env = {**pretended_gpu, **({"NCCL_P2P_DISABLE": "1"} if told_nccl else {})}

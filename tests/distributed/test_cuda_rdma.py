@@ -73,6 +73,7 @@ def _every(rank: Rank, count: int, direct: bool) -> tuple[list[str], dict[str, b
     return _carried_by(carriers), done, told
 
 
+@pytest.mark.by_day("2-245760-False", "3-12288-True")
 @pytest.mark.parametrize(("ranks", "count", "direct"), [(2, 60, True), (2, 40 * BIG, False), (3, 2 * BIG, True)])
 def test_every_collective(ranks: int, count: int, direct: bool, env: Env, control: verbs.Control) -> None:
     control.set(refuse_dma_buf=int(not direct))
@@ -95,6 +96,7 @@ def _stages(rank: Rank, nodes: tuple[int, ...]) -> tuple[str, list[str], int, li
     return carrier, _carried_by(carriers), pretended.driver.pretend_launches(), lines.about("RDMA between them, here")
 
 
+@pytest.mark.by_day("(0, 1, 0, 1)")
 @pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 0, 1)], ids=str)
 def test_nodes_of_two_ranks_have_stages_in_them(nodes: tuple[int, ...], env: Env) -> None:
     outcomes = run_ranks(_stages, 4, nodes, env=env)
@@ -256,6 +258,7 @@ def _alone(rank: Rank, how: str) -> tuple[float, str]:
     return took, str(raised.value)
 
 
+@pytest.mark.by_day("killed", "link")
 @pytest.mark.parametrize("how", ["timeout", "killed", "link"])
 def test_what_ends_a_collective(how: str, env: Env, control: verbs.Control) -> None:
     with Job(_alone, 2, how, destroy=False, env=env) as job:

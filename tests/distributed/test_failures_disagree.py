@@ -129,6 +129,29 @@ MISMATCHES = {
 MUST_ALL = [what for what in MISMATCHES if what not in ("count, broadcast", "dtype, broadcast", "root", "splits")]
 
 
+@pytest.mark.by_day(
+    "1-operation",
+    "1-operation, gather kinds",
+    "1-barrier",
+    "1-count",
+    "1-count, large",
+    "1-count, all_gather",
+    "1-count, broadcast",
+    "1-dtype",
+    "1-dtype, broadcast",
+    "1-reduce op",
+    "1-root",
+    "1-root, reduce",
+    "1-splits",
+    "1-shape",
+    "0-operation, gather kinds",
+    "0-count, large",
+    "0-root",
+    "0-splits",
+    "0-shape",
+    "detail-operation",
+    "detail-shape",
+)
 @pytest.mark.parametrize("what", list(MISMATCHES))
 @pytest.mark.parametrize("debug", ["1", "0", "detail"])
 def test_rows_5_and_6_mismatch(what: str, debug: str) -> None:

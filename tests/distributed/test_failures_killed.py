@@ -78,7 +78,7 @@ def _kill(job: Job, victim: int, survivors: list[int], operation: str, row: str,
     assert all(code == 1 for code in codes), f"survivors' exit codes {codes}"
 
 
-@pytest.mark.by_day("0-large", "2-small")
+@pytest.mark.by_day("2-small")
 @pytest.mark.quick
 @pytest.mark.parametrize("count", [16, 4 << 20], ids=["small", "large"])
 @pytest.mark.parametrize("victim", [0, 1, 2])
@@ -96,7 +96,7 @@ def test_row_1_killed_inside_an_operation(count: int, victim: int) -> None:
         )
 
 
-@pytest.mark.by_day("sync", "polling", "recv")
+@pytest.mark.by_day("sync", "recv")
 @pytest.mark.parametrize("how", ["sync", "async", "future", "polling", "broadcast", "barrier", "recv"])
 def test_row_1_killed_while_others_wait(how: str) -> None:
     operation = how if how in ("broadcast", "barrier", "recv") else "all_reduce"

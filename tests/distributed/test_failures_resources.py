@@ -138,6 +138,7 @@ def _starved(rank: Rank, what: str) -> None:
     dist.all_reduce(torch.ones(10))
 
 
+@pytest.mark.by_day("address space-(?i)memory|allocate", "descriptors-(?i)descriptor|open files")
 @pytest.mark.parametrize(
     "what, hint",
     [

@@ -156,6 +156,7 @@ def _untouched(rank: Rank, model: str, rule: bool) -> None:
     assert not made and not lines.about("dispatch for")
 
 
+@pytest.mark.by_day("known", "rule")
 @pytest.mark.parametrize("why", ["known", "off", "rule"])
 def test_it_is_not_measured(pretended_gpu: Any, tmp_path: Path, why: str) -> None:
     env = _environment(pretended_gpu, tmp_path, **({"ARK_TUNE": "0"} if why == "off" else {}))

@@ -59,6 +59,7 @@ def test_distributed_data_parallel() -> None:
     _torchrun(2, "ddp.py")
 
 
+@pytest.mark.changed("tests/distributed/scripts/fsdp2.py")
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_fully_shard(ranks: int) -> None:
     _torchrun(ranks, "fsdp2.py")
@@ -106,6 +107,7 @@ def test_under_debug_detail(script: str) -> None:
     _torchrun(2, script, TORCH_DISTRIBUTED_DEBUG="DETAIL")
 
 
+@pytest.mark.nightly
 def test_a_failing_rank_ends_the_job(tmp_path: Path) -> None:
     """Without restarts, torchrun reports the failure, and nothing hangs or remains."""
     with pytest.raises(AssertionError, match="failed with 1"):

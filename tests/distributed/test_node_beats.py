@@ -81,6 +81,7 @@ def test_a_node_that_is_killed(placement: Placement, node: int, named: str) -> N
     _lose(placement, node, "killed", rf"none of {named} says why: gloo.* failed with rank \d", timeout=60.0)
 
 
+@pytest.mark.by_day("(0, 0, 1, 1)-1-node 1 \\\\(ranks 2 and 3\\\\)")
 @pytest.mark.parametrize(
     "placement, node, named",
     [
@@ -102,6 +103,7 @@ def test_the_node_with_the_store_is_killed() -> None:
     _lose(TWO, 0, "killed", r"none of node 0 \(ranks 0 and 1\) says why", hosted=True, timeout=60.0)
 
 
+@pytest.mark.nightly
 def test_the_node_with_the_store_is_unplugged() -> None:
     expected = r"node 0 \(ranks 0 and 1\) is silent, and so is the rendezvous store, .*\(no answer in 2000 ms\)"
     _lose(TWO, 0, "stopped", expected, hosted=True)
@@ -163,6 +165,7 @@ def _counts(rank: Rank, placement: Placement, beats: int) -> tuple[list[tuple[st
     return asked, store.calls[after:]
 
 
+@pytest.mark.nightly
 def test_what_beats_cost_the_store() -> None:
     """One write per node and period, nothing else, until the group ends."""
     with Job(_counts, 5, UNEVEN, 4) as job:

@@ -130,6 +130,9 @@ def _unexpected(failed: dict[str, str]) -> dict[str, str]:
     return {name: story for name, story in failed.items() if not re.search(FAIL_BY_NAME.get(name, r"(?!)"), story)}
 
 
+@pytest.mark.changed(
+    "csrc/process_group/*", "csrc/collectives/cpu/*", "ark_torch/distributed/*", "tests/distributed/*suite*"
+)
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize(
     "suites",

@@ -148,6 +148,7 @@ def _alone(rank: Rank, placement: tuple[int, ...], how: str, quiet: int) -> tupl
         rank.wait_for("go")
     elif rank.rank == quiet:
         if how == "abort":
+            rank.wait_for("abort")  # all ranks are past the first operation
             time.sleep(0.5)
             group.abort()
         rank.wait_for("go")
@@ -169,7 +170,7 @@ def _alone(rank: Rank, placement: tuple[int, ...], how: str, quiet: int) -> tupl
     return took, str(raised.value)
 
 
-@pytest.mark.by_day("TWO-3-abort", "TWO-3-killed", "lone-1-timeout", "lone-1-killed")
+@pytest.mark.by_day("lone-1-timeout", "TWO-3-abort", "TWO-3-killed")
 @pytest.mark.parametrize("how", ["abort", "timeout", "killed"])
 @pytest.mark.parametrize(
     "placement, quiet",
@@ -182,6 +183,8 @@ def test_what_ends_a_collective(placement: tuple[int, ...], quiet: int, how: str
         if how == "killed":
             time.sleep(0.3)
             job.kill(quiet)
+        elif how == "abort":
+            job.go(quiet, "abort")
         others = [r for r in range(world) if r != quiet]
         for r in others:
             job.wait_event(r, "ended", timeout=20)
@@ -214,7 +217,7 @@ def _through(rank: Rank) -> None:
 
 
 def test_a_link_that_comes_back_is_survived(env: Env, control: verbs.Control) -> None:
-    env["ARK_RDMA_TIMEOUT"] = "16"  # 0.27 s, seven times
+    env["ARK_RDMA_TIMEOUT"] = "17"  # 0.54 s, seven times
     with Job(_through, 4, env=env) as job:
         job.wait_all("running")
         control.set(link_down=1)
@@ -292,6 +295,7 @@ def _striped(rank: Rank) -> tuple[str, list[str]]:
     return backend_of(dist.group.WORLD).rdma_trouble, said
 
 
+@pytest.mark.by_day("none", "link")
 @pytest.mark.parametrize("fault", ["none", "link", "port"])
 def test_two_nics_a_rank(env: Env, control: verbs.Control, fault: str) -> None:
     """Large collectives along both; one whose link goes, or that is down from the start, is left out and named."""

@@ -217,7 +217,7 @@ def _alone(rank: Rank, placement: Placement, way: str, how: str) -> tuple[float,
     return took, str(raised.value)
 
 
-@pytest.mark.by_day("ONE-ark-timeout", "FLAT-ark-timeout", "ONE-ark-killed", "FLAT-torch-killed", "ONE-torch-timeout")
+@pytest.mark.by_day("ONE-ark-killed", "ONE-torch-timeout", "FLAT-ark-timeout", "FLAT-torch-killed")
 @pytest.mark.parametrize("how", ["timeout", "killed"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("placement", [pytest.param(ONE, id="ONE"), pytest.param((0, 1), id="FLAT")])

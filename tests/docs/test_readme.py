@@ -46,6 +46,7 @@ def test_training(tmp_path: Path, leaves_nothing: None) -> None:
     assert norms["0"] == norms["1"], "the gradients are not the mean over the ranks"
 
 
+@pytest.mark.changed("README.md")
 def test_compiling(tmp_path: Path) -> None:
     output = run(1, tmp_path)
     found = re.search(r"largest difference: (\S+)", output)

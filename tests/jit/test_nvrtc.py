@@ -63,6 +63,7 @@ def test_each_kind_of_kernel_compiles(arch: str) -> None:
     check(compile_kernels.compile_all(compile_kernels.jobs_of([arch]), CORES))
 
 
+@pytest.mark.changed("ark_torch/kernels/*", "csrc/jit/*")
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_products_keep_their_sums_in_registers(every: bool) -> None:
     """A thread that multiplies 64 rows holds up to 128 sums, none of which may spill to memory."""
@@ -77,6 +78,7 @@ def test_products_keep_their_sums_in_registers(every: bool) -> None:
     assert found == (48 + 72 + 64 if every else 5 + 3 + 4)
 
 
+@pytest.mark.changed("ark_torch/kernels/*", "csrc/jit/*")
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_rows_of_experts_stay_out_of_memory(every: bool) -> None:
     jobs = compile_kernels.jobs_of([HOPPER], "^moe_(dispatch|rows)_", every)

@@ -61,6 +61,9 @@ def test_bad_environment_value_is_a_finding() -> None:
     assert "ARK_SPIN_US='soon'" in rows_of(answer, "environment")[0]["advice"]
 
 
+@pytest.mark.changed(
+    "ark_torch/tools/doctor.py", "ark_torch/tools/_probe*", "ark_torch/_support.py", "ark_torch/__init__.py"
+)
 def test_runs_where_pytorch_does_not_fit(python, copied_package) -> None:
     folder = copied_package(_build_info='TORCH_VERSION = "2.10.0"\n')
     done = python(["-m", "ark_torch", "doctor", "--json"], path=folder)

@@ -32,6 +32,7 @@ from support.start import Zygote, base_environment, shared_zygote, store_address
 
 DEFAULT_TIMEOUT = 120.0
 BACKEND = os.environ.get("ARK_TEST_BACKEND", "ark")
+STACKS = "(most recent call first)"  # faulthandler's
 PYTORCHS_OWN = ("torchinductor_", "torchelastic_")  # caches that PyTorch leaves in the temporary folder
 _serial = itertools.count()
 
@@ -164,7 +165,12 @@ class Job:
         for rank in alive:
             processes.signal_quietly(self.pids[rank], signal.SIGCONT)
             processes.signal_quietly(self.pids[rank], signal.SIGUSR1)
-        time.sleep(0.7 if alive else 0.0)
+        self.read_logs()
+        deadline = time.monotonic() + 5  # on a busy machine a rank writes its stacks late; one in the kernel, never
+        while time.monotonic() < deadline and any(STACKS not in self.outcomes[rank].log for rank in alive):
+            time.sleep(0.05)
+            self.read_logs()
+        time.sleep(0.2 if alive else 0.0)  # for the rest of them
         self.read_logs()
         error = RanksFailed(reason, self.outcomes)
         self.close()

@@ -47,8 +47,9 @@ def base_environment(**extra: str) -> dict[str, str]:
 class Zygote:
     """The test process's end of support.zygote."""
 
-    # Dynamo: functional collectives import it at first use, which takes three seconds in every rank.
-    WARM = ("torch", "torch.distributed", "torch._dynamo")
+    # Dynamo: functional collectives import it at first use, which takes three seconds in every rank. The others are
+    # what test modules import, which takes half of a short rank's time.
+    WARM = ("torch", "torch.distributed", "torch._dynamo", "pytest", "support.grid", "support.launcher")
 
     def __init__(self, preload: tuple[str, ...] = WARM, patience: float = 120.0, **env: str) -> None:
         ours, theirs = socket.socketpair()

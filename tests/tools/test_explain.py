@@ -67,6 +67,7 @@ def test_a_page(model: Path, tmp_path: Path) -> None:
     assert text.startswith("<!DOCTYPE html>") and "fft" in text and 'class="timeline"' in text
 
 
+@pytest.mark.nightly
 def test_training_is_asked_for(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert explain.main([f"{model}:trained"]) == 0
     assert "note: the model is in training mode" in capsys.readouterr().out

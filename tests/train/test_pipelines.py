@@ -45,6 +45,14 @@ def _one_process(rank: Rank, name: str, max_norm: float | None, graphed: bool) -
         graphs.recorder_for = before
 
 
+@pytest.mark.by_day(
+    "GPipe-graphs",
+    "1F1B-eager",
+    "Interleaved1F1B-graphs",
+    "InterleavedZeroBubble-eager",
+    "ZBVZeroBubble-eager",
+    "ZBVZeroBubble-graphs",
+)
 @pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("name", pipelines.SCHEDULES)
 def test_as_in_one_process(name: str, graphed: bool) -> None:

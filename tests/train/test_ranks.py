@@ -80,6 +80,9 @@ def _like_ddp(rank: Rank, name: str, dropout: float, wrapped: bool) -> None:
         assert torch.equal(ours[1], expected[1])
 
 
+@pytest.mark.by_day(
+    "gpt2-plain-exact", "gpt2-ddp-dropout", "bert-plain-dropout", "bert-ddp-exact", "vit-plain-exact", "vit-ddp-dropout"
+)
 @pytest.mark.parametrize("dropout", [0.0, 0.2], ids=["exact", "dropout"])
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "ddp"])
 @pytest.mark.parametrize("name", small.NAMES)

@@ -10,8 +10,10 @@ import ctypes
 import fcntl
 import importlib.util
 import os
+import shutil
 import subprocess
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +49,22 @@ def _compile(folder: Path) -> None:
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     memory = ROOT / "tests" / "csrc" / "support" / "pretended_memory.cpp"
     driver_files = [HERE / "driver.cpp", HERE / "driver_rest.cpp", memory]
-    shared = ["g++", "-std=c++20", "-O0", "-w", "-shared", "-fPIC"]
-    made = {
-        "libcuda.so.1": [*own, *map(str, driver_files), "-Wl,-soname,libcuda.so.1"],
-        "libnvrtc.so.13": [str(HERE / "nvrtc.cpp")],
-        "pretended_device.so": [abi, *include, str(HERE / "device.cpp"), *libraries],
-    }
-    for name, sources in made.items():
-        subprocess.run([*shared, *sources, "-o", str(folder / name)], check=True, timeout=200)
+    make_library(folder / "libcuda.so.1", driver_files, ["-O0", *own], ["-Wl,-soname,libcuda.so.1"])
+    make_library(folder / "libnvrtc.so.13", [HERE / "nvrtc.cpp"], ["-O0"])
+    make_library(folder / "pretended_device.so", [HERE / "device.cpp"], ["-O0", abi, *include], libraries)
+
+
+def make_library(library: Path, sources: list[Path], options: list[str], linked: Sequence[str] = ()) -> None:
+    """Compiles a shared library, through ccache if there is one: PyTorch's headers take 20 s."""
+    ccache = shutil.which("ccache")
+    settings = {"CCACHE_BASEDIR": str(ROOT), "CCACHE_NOHASHDIR": "1"}  # as in CMakeLists.txt
+    environment = {**os.environ, **settings} if ccache else None
+    compiler = [*([ccache] if ccache else []), "g++", "-std=c++20", "-w", "-fPIC", *options, "-c"]
+    objects = []
+    for source in sources:
+        objects.append(str(library.with_name(f"{source.stem}.o")))
+        subprocess.run([*compiler, str(source), "-o", objects[-1]], check=True, timeout=280, env=environment)
+    subprocess.run(["g++", "-shared", *objects, "-pthread", *linked, "-o", str(library)], check=True, timeout=200)
 
 
 def enter(with_driver: bool = True) -> None:
