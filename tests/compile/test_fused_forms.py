@@ -220,3 +220,31 @@ def test_forms(name: str) -> None:
             got = told[where]
             assert len(got) == len(wanted), (where, got)
             assert all(text in line for text, line in zip(wanted, got, strict=True)), (where, got)
+
+
+def _two_dimensions(rank: Rank) -> dict[str, list[str]]:
+    """fully_shard over pairs of ranks with sequence parallelism in each; blocks are compiled one by one."""
+    from torch.distributed.fsdp import fully_shard
+
+    rank.init()
+    torch.set_num_threads(1)
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    torch.manual_seed(0)
+    made, told = Layer(), dict[str, list[str]]()
+    x = torch.randn(1, 4, WIDTH)
+    results = []
+    for compiled in (True, False):
+        module = parallelize_module(copy.deepcopy(made), mesh["tensor"], SEQUENCE)
+        if compiled:
+            module.compile(backend=passes(told), dynamic=False)
+        fully_shard(module, mesh=mesh["data"])
+        results.append(_results(module, module, x, True))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+    return told
+
+
+@pytest.mark.nightly
+def test_fully_shard_and_sequence_parallelism() -> None:
+    for told in run_ranks(_two_dimensions, 4, timeout=280):
+        assert all("ark." in line for where in ("forward", "backward") for line in told[where]), told
+        assert len(told["forward"]) == 4 and len(told["backward"]) == 6, told
