@@ -45,9 +45,11 @@ def _hang(rank: Rank) -> None:
 
 
 def test_a_hang_is_ended_and_its_stacks_shown() -> None:
-    started = time.monotonic()
-    with pytest.raises(RanksFailed, match="_hang"):
-        run_ranks(_hang, 2, timeout=1.0)
+    with Job(_hang, 2) as job:
+        job.wait_all("here")
+        started = time.monotonic()
+        with pytest.raises(RanksFailed, match="_hang"):
+            job.values(timeout=0.5)
     assert time.monotonic() - started < 10
 
 
