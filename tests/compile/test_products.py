@@ -16,7 +16,7 @@ from support.rank import Rank
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-pytestmark = [ark_only]
+pytestmark = [ark_only, pytest.mark.timeout(300)]
 Form = Callable[[Tensor, Tensor], Any]
 
 
@@ -281,7 +281,7 @@ def _run(rank: Rank, forms: str, dynamic: bool = False) -> dict[str, list[str]]:
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_what_is_found(dynamic: bool) -> None:
     """With symbolic sizes one graph serves all of them."""
-    for said in run_ranks(_run, 2, "found", dynamic):
+    for said in run_ranks(_run, 2, "found", dynamic, timeout=240):
         for name, (_, _, operator) in FOUND.items():
             assert len(said[name]) == 1 and said[name][0].endswith(f"ark.{operator}.default"), (name, said[name])
 
