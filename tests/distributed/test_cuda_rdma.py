@@ -238,7 +238,7 @@ def _alone(rank: Rank, how: str) -> tuple[float, str]:
     x = on_rank(rank, torch.full((BIG,), 1.0))
     dist.all_reduce(x, group=group)
     rank.report("running")
-    if how != "timeout" or rank.rank == 1:  # what it sends meets a peer that is gone, or a link that is
+    if how in ("killed before", "link") or rank.rank == 1:  # what it sends meets a peer that is gone, or a link that is
         rank.wait_for("go")
     if how != "link" and rank.rank == 1:
         return 0.0, ""
@@ -246,6 +246,7 @@ def _alone(rank: Rank, how: str) -> tuple[float, str]:
     words = {
         "timeout": "a kernel on this rank's GPU waited for rank 1 until",
         "killed": r"rank 1 is gone|failed with rank 1|RDMA with rank 1 ",
+        "killed before": r"rank 1 is gone|failed with rank 1|RDMA with rank 1 ",
         "link": r"RDMA with rank \d over \w+ failed: the peer's NIC did not answer",
     }
     with pytest.raises(RuntimeError, match=words[how]) as raised:
@@ -258,12 +259,15 @@ def _alone(rank: Rank, how: str) -> tuple[float, str]:
 
 
 @pytest.mark.by_day("killed", "link")
-@pytest.mark.parametrize("how", ["timeout", "killed", "link"])
+@pytest.mark.parametrize("how", ["timeout", "killed", "killed before", "link"])
 def test_what_ends_a_collective(how: str, env: Env, control: verbs.Control) -> None:
     with Job(_alone, 2, how, destroy=False, env=env) as job:
         job.wait_all("running")
         others = [0, 1] if how == "link" else [0]
         if how == "killed":
+            time.sleep(1)  # rank 0 has sent what it can, and only waits
+            job.kill(1)
+        if how == "killed before":
             job.kill(1)
             job.go(0, "go")
         if how == "link":

@@ -33,6 +33,7 @@ inline constexpr uint32 kMostBetweenLanes = 16;
 inline constexpr uint32 kBetweenThreads = 512;
 inline constexpr uint64 kLeastOfLane = 64 << 10;  // bytes of a message that are worth a lane
 inline constexpr int kMostPlaces = kMaxRanks;     // ranks of a node
+inline constexpr uint64 kProbeAfter = 500'000'000;  // ns of waiting for a node, from which on its NIC is probed
 
 // In host memory that the host writes: chunks and credits that came from a node, for a lane.
 struct alignas(16) BetweenHeard {
@@ -179,9 +180,12 @@ struct Between {
     protocol::post(ring, number, {kind, static_cast<uint32>(node), to, from, bytes});
     return true;
   }
+  // A write to a lost peer fails, which ends the group; a rank that has sent everything makes none but its probes.
   ARK_TEAM_CALL bool await(const uint64& count, uint64 least, int node) const {
-    while (protocol::load_acquire(count) < least)
+    while (protocol::load_acquire(count) < least) {
       if (team.over(outside_peer(p.names[node]), least)) return false;
+      if (team.waits_long() && !ask(protocol::Request::probe, node, 0, 0, 0)) return false;
+    }
     return true;
   }
 
@@ -355,8 +359,17 @@ struct Between {
 // The threads of a block. by_one() is a barrier before and after what one thread does.
 struct BlockTeam {
   Patience patience;
+  uint64 probed = 0;
 
   __device__ __forceinline__ bool over(int peer, uint64 awaited) { return patience.over(peer, awaited); }
+  // True once for each time of kProbeAfter that passes.
+  __device__ __forceinline__ bool waits_long() {
+    if (patience.began == 0 || (patience.turns & 1023) != 0) return false;
+    const uint64 now = nanoseconds();
+    if (now - max(patience.began, probed) < kProbeAfter) return false;
+    probed = now;
+    return true;
+  }
   template <class Body>
   __device__ __forceinline__ bool by_one(Body&& body) {
     __syncthreads();

@@ -19,9 +19,9 @@ namespace ark::protocol {
 
 inline constexpr uint64 kRequests = 128;
 
-// Offsets are within the memory windows registered with the reader.
+// Offsets are within the memory windows registered with the reader. A probe asks whether the channel's peer is there.
 struct Request {
-  enum Kind : uint32 { put = 1, put_with_signal = 2, signal = 3 };
+  enum Kind : uint32 { put = 1, put_with_signal = 2, signal = 3, probe = 4 };
   Kind kind;
   uint32 channel;          // whose arrivals the signal counts; below 256
   uint64 to, from, bytes;  // offsets below 2^40, bytes below 2^35

@@ -133,6 +133,8 @@ void GpuWindow::serve(size_t lane, const protocol::Request& request) {
   } else if (request.kind == Request::signal) {
     // A peer that has all it wants may have left without its last credits.
     posted.push_back({messages_->signal(peer, window(lane, true)), false});
+  } else if (request.kind == Request::probe) {
+    messages_->probe(peer);
   } else {
     refuse("a request of kind " + std::to_string(request.kind));
   }

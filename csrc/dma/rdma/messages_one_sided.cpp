@@ -118,4 +118,13 @@ bool Messages::wait_signals(int rank, int32_t window, uint64_t count, Clock::tim
   return false;
 }
 
+void Messages::probe(int rank) {
+  const std::lock_guard lock(mutex_);
+  const Peer& peer = peer_of(rank);
+  if (failure_) throw *failure_;
+  if (peer.left) return;
+  if (peer.failure) throw *peer.failure;
+  if (peer.channel) peer.channel->probe();
+}
+
 }  // namespace ark::rdma

@@ -2,6 +2,7 @@
 // and the reduction's own code.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <thread>
@@ -26,6 +27,12 @@ class LoneThread {
     }
     std::this_thread::sleep_for(std::chrono::microseconds(20));
     return false;
+  }
+  bool waits_long() {
+    const auto now = Clock::now();
+    if (now - std::max(began_, probed_) < std::chrono::nanoseconds(device::kProbeAfter)) return false;
+    probed_ = now;
+    return true;
   }
   template <class Body>
   bool by_one(Body&& body) {
@@ -58,7 +65,7 @@ class LoneThread {
  private:
   device::GroupStatus* const status_;
   const std::chrono::nanoseconds limit_;
-  Clock::time_point began_ = Clock::now();
+  Clock::time_point began_ = Clock::now(), probed_{};
 };
 
 // Returns false if the kernel gave up.

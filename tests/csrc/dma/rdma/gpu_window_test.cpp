@@ -117,11 +117,12 @@ TEST_F(GpuWindowTest, ARequestForWhatIsNotThereEndsTheWindow) {
   }
 }
 
-TEST_F(GpuWindowTest, CreditsForAPeerThatHasLeftAreNoFailure) {
+TEST_F(GpuWindowTest, CreditsAndProbesForAPeerThatHasLeftAreNoFailure) {
   windows_[1].reset();
   (*group_)[1].close(std::chrono::seconds(5));
   test::wait_until("the goodbye", [&] {
     post(0, 0, {Request::signal, 1, 0, 0, 0});
+    post(0, 0, {Request::probe, 1, 0, 0, 0});
     return windows_[0]->requests() > 20;
   });
   std::this_thread::sleep_for(std::chrono::milliseconds(50));  // pauses look at what was posted
