@@ -128,7 +128,9 @@ class Region:
         Region.made.append(self)
 
     def json(self) -> str:
-        return json.dumps({"nodes": self.graph.ops(), "target": {"cache": "auto"}, "stages": [], "values": []})
+        return json.dumps(
+            {"nodes": self.graph.ops(), "target": {"name": "double", "cache": "auto"}, "stages": [], "values": []}
+        )
 
     def source(self) -> str:
         return ""

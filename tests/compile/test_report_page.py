@@ -30,7 +30,9 @@ for (let i = 0; i < 3; ++i) box.querySelector("button").click();
 document.body.dataset.zoomed = text();
 document.body.dataset.bars = box.querySelectorAll("rect.task").length;
 box.querySelectorAll("button")[2].click();
-const bar = box.querySelector("rect.task"), place = bar.getBoundingClientRect();
+const bar = box.querySelector("rect.task");
+bar.scrollIntoView({ block: "center" });  // elementFromPoint() sees what the window shows
+const place = bar.getBoundingClientRect();
 const at = { clientX: place.x + place.width / 2, clientY: place.y + place.height / 2, bubbles: true };
 box.querySelector("svg").dispatchEvent(new PointerEvent("pointermove", at));
 document.body.dataset.told = document.querySelector(".tip").textContent;
