@@ -96,7 +96,7 @@ def _on_cpus() -> None:
     from ark_torch.compile import experts
 
     plain = experts.fuse
-    experts.fuse = lambda graph: plain(graph, "cpu")  # type: ignore[assignment]
+    experts.fuse = lambda graph, *_: plain(graph, "cpu")  # type: ignore[assignment]
 
 
 def _explained(rank: Rank) -> tuple[str, str, bool]:

@@ -336,7 +336,7 @@ def _trains(rank: Rank) -> list[str]:
     log.setLevel(logging.INFO)
     log.addHandler(Keeps())
     plain = products.fuse
-    products.fuse = lambda graph: plain(graph, "cpu", 1)  # type: ignore[assignment]
+    products.fuse = lambda graph, *_: plain(graph, "cpu", 1)  # type: ignore[assignment]
     x, w = torch.randn(6, 8, requires_grad=True), torch.randn(12, 8, requires_grad=True)
 
     def step(x: Tensor, w: Tensor) -> Tensor:
