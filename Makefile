@@ -63,7 +63,7 @@ JOBS ?= $(shell nproc)
 
 # One worker more than cores, as for the C++ tests: a quarter of the time, tests wait (for timeouts, stopped ranks).
 test: setup test-cpp-gate ## the tests of every change (ten minutes on two cores)
-	$(PYTEST) -n $$(($(JOBS) + 1)) --dist loadgroup
+	$(PYTEST) -n $(JOBS) --dist loadgroup
 
 test-quick: setup ## the fast tests, none of which is `alone` (two minutes)
 	$(PYTEST) -n $(JOBS) --dist loadgroup -m quick

@@ -105,6 +105,7 @@ def _elsewhere(rank: Rank) -> list[str]:
     if hasattr(own, "register_mem_pool"):
         told.append(f"{own.cuda_registered_bytes} {own.supports_tensor_alloc(torch.device('cuda'))}")
         told.append(_told(lambda: own.allocate_tensor(2, dtype=torch.float32, device=torch.device("cpu"))))
+    dist.barrier()  # who leaves early ends the connections that the other's Gloo is still making
     return told
 
 
