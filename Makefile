@@ -61,7 +61,6 @@ demo: setup ## trains a small GPT on two processes over ark and over Gloo, and c
 
 JOBS ?= $(shell nproc)
 
-# One worker more than cores, as for the C++ tests: a quarter of the time, tests wait (for timeouts, stopped ranks).
 test: setup test-cpp-gate ## the tests of every change (ten minutes on two cores)
 	$(PYTEST) -n $(JOBS) --dist loadgroup
 
