@@ -123,7 +123,6 @@ def test_fsdp2(compiled: str) -> None:
     run_ranks(_fsdp, 2, compiled)
 
 
-@pytest.mark.nightly
 def test_gradients_of_gradients(compiled: Any) -> None:
     """Works through torch.func. create_graph=True needs an option, because AOTAutograd does not support it."""
     torch.manual_seed(3)

@@ -107,7 +107,6 @@ def test_under_debug_detail(script: str) -> None:
     _torchrun(2, script, TORCH_DISTRIBUTED_DEBUG="DETAIL")
 
 
-@pytest.mark.nightly
 def test_a_failing_rank_ends_the_job(tmp_path: Path) -> None:
     """Without restarts, torchrun reports the failure, and nothing hangs or remains."""
     with pytest.raises(AssertionError, match="failed with 1"):

@@ -47,7 +47,7 @@ def _start_and_exit(rank: Rank, how: str) -> float:
     return tensor[0].item()
 
 
-@pytest.mark.by_day("async in flight")
+@pytest.mark.by_day("no destroy", "async in flight")
 @pytest.mark.parametrize("how", EXITS)
 def test_starts_and_exits(how: str, request: pytest.FixtureRequest) -> None:
     """Four forked processes per way, 34 at night. values() fails on any exit code but 0."""
