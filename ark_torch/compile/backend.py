@@ -155,7 +155,7 @@ def _fastest(
                     f"its collectives have {captured.exchanged_rows} rows, and Inductor's products win there"
                 )
             return _complete(captured, title)
-        together = meeting.Meeting(group, name, device)
+        together = meeting.Meeting(group, text, device)
         names.add(otherwise)
     contestants: dict[str, Callable[..., Any]] = {}
     if "inductor" in names:

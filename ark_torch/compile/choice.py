@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import sys
 import tempfile
 import time
@@ -32,6 +33,8 @@ from ark_torch.compile.report import NAMES, log
 FORMAT = 2
 _STARTED = time.time()
 _LOCK_S = 1.0
+# As tensors print their device, and as a graph's code does.
+_GPU_INDEX = re.compile(r"(\bcuda):\d+|(?<=\btype='cuda'), index=\d+")
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,10 @@ def _told(times: Mapping[str, float]) -> str:
 
 
 def text_of(graph_module: GraphModule, example_inputs: Sequence[Any]) -> str:
-    """A graph of torch._dynamo as text that is the same in every process: its code and its arguments' properties."""
+    """A graph of torch._dynamo as text that is the same in every process: its code and its arguments' properties.
+
+    Ranks hold the same graph on GPUs of their own, so a GPU's index is left out.
+    """
     graphs = [one for _, one in graph_module.named_modules() if isinstance(one, GraphModule)]
     given = [
         f"{x.dtype} {list(x.shape)} {list(x.stride())} {x.device} {type(x).__name__}"
@@ -77,7 +83,7 @@ def text_of(graph_module: GraphModule, example_inputs: Sequence[Any]) -> str:
         for x in example_inputs
     ]
     modes = [f"{d} {torch.get_autocast_dtype(d)}" for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
-    return "\n".join([*(one.code for one in graphs), *given, *modes])
+    return _GPU_INDEX.sub(lambda match: match[1] or "", "\n".join([*(one.code for one in graphs), *given, *modes]))
 
 
 def key(graph_text: str, threads: int, device: torch.device | None = None) -> str:

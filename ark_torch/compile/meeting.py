@@ -10,6 +10,7 @@ rank knows without asking.
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import time
 from collections import Counter
@@ -40,10 +41,12 @@ def group_of(collectives: Sequence[Node]) -> Any:
 
 
 class Meeting:
-    """The ranks of `group` at a graph's first call. `name` is the graph's, the same on all ranks with this graph."""
+    """The ranks of `group` at a graph's first call. `text` is the graph's (choice.text_of): nothing of the machine is
+    in it, which may differ between nodes."""
 
-    def __init__(self, group: Any, name: str, device: torch.device) -> None:
-        self._group, self._name, self._device = group, name, device
+    def __init__(self, group: Any, text: str, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._name = hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def hold(self, known: Choice | None, ready: Sequence[str], otherwise: str) -> tuple[Choice | None, list[str]]:
         """What all ranks do next: the choice, if it is clear, else the contestants to be timed.
@@ -85,7 +88,7 @@ class Meeting:
             del _held[group]
         counts = _held.setdefault(self._group, Counter())
         counts[self._name] += 1
-        return f"ark/graph/{self._name[:32]}/{counts[self._name]}"
+        return f"ark/graph/{self._name}/{counts[self._name]}"
 
     def _wait(self, store: Any, key: str) -> bool:
         """Whether the key is there in time, and the group well."""

@@ -21,6 +21,13 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(torch.compiler, "load_compiled_function"), reason="this PyTorch saves no programs"),
 ]
 
+
+@pytest.fixture(autouse=True)
+def enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch 2.11 asks for it."""
+    monkeypatch.setattr(torch._dynamo.config, "enable_aot_compile", True)
+
+
 HERE = Path(__file__).resolve().parent
 
 

@@ -15,6 +15,7 @@ import pytest
 import reference
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ark_torch import _C
 from ark_torch.compile import backend, choice, contest, inductor_fallback, options, serving
@@ -331,3 +332,17 @@ def test_key_follows_all_that_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "_machine", lambda: "another")
     keys.add(choice.key("a", 1))
     assert len(keys) == 5
+
+
+def test_ranks_with_gpus_of_their_own_have_one_text() -> None:
+    """No GPU is needed: the tensors are fake, and the device is in the code as well."""
+    texts = []
+    for index in range(2):
+        graph = torch.fx.Graph()
+        x = graph.placeholder("x")
+        made = graph.call_function(torch.zeros, (2,), {"device": torch.device("cuda", index)})
+        graph.output(graph.call_function(torch.add, (x, made)))
+        with FakeTensorMode():
+            given = torch.empty(2, device=f"cuda:{index}")
+            texts.append(choice.text_of(torch.fx.GraphModule(torch.nn.Module(), graph), [given]))
+    assert texts[0] == texts[1] and "device(type='cuda')" in texts[0]
