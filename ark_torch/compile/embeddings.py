@@ -10,6 +10,7 @@ being the same on all ranks. Where it is not, the operator raises an error when 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from operator import getitem
 from typing import Any
 
@@ -26,7 +27,7 @@ from ark_torch.compile.operators.collectives import resolved
 
 _functional = torch.ops._c10d_functional
 _BAGS = (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
-_MOVES = frozenset(
+MOVES = frozenset(
     {
         *VIEWS,
         aten.stack.default,
@@ -63,7 +64,7 @@ def fuse(graph: Graph, device: str = "cuda") -> list[str]:
         if value is None or value.device.type != device:
             continue
         try:
-            moves, bags = _sources(started.args[0])
+            moves, bags = sources(started.args[0])
             if bags:
                 told.append(f"{started.name}: {_fuse(wait, started, moves, bags)}")
         except (NotFused, Unsupported) as reason:
@@ -71,7 +72,7 @@ def fuse(graph: Graph, device: str = "cuda") -> list[str]:
     return told
 
 
-def _moved(node: Node) -> Node | None:
+def moved(node: Node) -> Node | None:
     """The source of a copy into an empty tensor, as torch.distributed's in-place functions look when made
     functional."""
     if node.target is not aten.copy.default:
@@ -81,7 +82,7 @@ def _moved(node: Node) -> Node | None:
     return other if alike and into.target in (aten.empty_like.default, aten.empty.memory_format) else None
 
 
-def _sources(sent: Node) -> tuple[list[Node], list[Node]]:
+def sources(sent: Node) -> tuple[list[Node], list[Node]]:
     """The moves before an exchange, in order, and the bags at their start; empty if they start with anything else."""
     order = {one: i for i, one in enumerate(sent.graph.nodes)}
     moves, bags, todo = set(), set(), [sent]
@@ -91,7 +92,7 @@ def _sources(sent: Node) -> tuple[list[Node], list[Node]]:
             continue
         if is_getitem(node) and node.args[1] == 0 and getattr(node.args[0], "target", None) in _BAGS:
             bags.add(node)
-        elif node.target in _MOVES:
+        elif node.target in MOVES:
             moves.add(node)
             todo += [one for one in node.all_input_nodes if not isinstance(one.meta.get("val"), torch.SymInt)]
         else:
@@ -103,76 +104,106 @@ def _sources(sent: Node) -> tuple[list[Node], list[Node]]:
     return sorted(moves, key=order.__getitem__), first or list(bags)
 
 
-def _run(moves: list[Node], known: dict[Node, Any]) -> dict[Node, Any]:
+def run(moves: list[Node], known: dict[Node, Any]) -> dict[Node, Any]:
     """Runs the moves on real tensors."""
     values = dict(known)
     for node in moves:
-        other = _moved(node)
+        other = moved(node)
         if other is not None:
             values[node] = values[other]
+            continue
+        if node.target in VIEWS:  # strides are not those of the graph
+            values[node] = values[node.all_input_nodes[0]].reshape(node.args[1])
             continue
         args = torch.fx.node.map_arg(node.args, values.__getitem__)
         values[node] = node.target(*args, **node.kwargs)  # type: ignore[operator]
     return values
 
 
-def _numbers(tables: list[int], samples: int, columns: int) -> Tensor:
+def numbers(tables: list[int], samples: int, columns: int) -> Tensor:
     """[samples, tables of all ranks, columns] with a different number for each element."""
     return torch.arange(samples * sum(tables) * columns, dtype=torch.int32).view(samples, sum(tables), columns)
 
 
 def _fuse(wait: Node, started: Node, moves: list[Node], bags: list[Node]) -> str:
-    sent, received, sends, name = started.args
-    assert isinstance(sent, Node)
-    group = resolved(name, wait.meta["val"].device)
-    world, rank = group.size(), group.rank()
-    calls = [_Bag(bag) for bag in bags]
-    first = calls[0]
-    for one in calls:
-        one.check(first)
-    samples, columns = first.bags // world, first.columns
-    if first.bags % world != 0:
-        raise NotFused(f"there are {first.bags} bags of a table for {world} ranks")
-    if math.prod(shape_of(started)) > _MOST:
-        raise NotFused("it is too large to be followed")
-    for node in [*bags, *moves]:
-        outside = [
-            user for user in node.users
-            if user not in moves and user is not started and user.target is not aten.empty_like.default
-        ]  # fmt: skip
-        if outside:
-            raise NotFused(f"{node.name} is read by others, too")
-    each = math.prod(shape_of(sent)[1:])
-    tables = [int(count) * each // (samples * columns) for count in received]  # type: ignore[union-attr, arg-type]
-    mine = len(bags)
-    if tables[rank] != mine or any(count * samples * columns != int(got) * each
-                                   for count, got in zip(tables, received, strict=True)):  # type: ignore[arg-type]  # fmt: skip
-        raise NotFused("ranks do not send their own samples of whole tables to each other")
-    if any(int(n) * each != mine * samples * columns for n in sends):  # type: ignore[union-attr, arg-type]
-        raise NotFused("ranks do not get equal numbers of samples")
-    if not all(tables):
-        raise NotFused("a rank has no tables")
-    with unset_fake_temporarily():
-        tables_first = _sent_tables_first(sent, moves, bags, world, columns)
-        final = _placed(wait, tables_first, tables, samples, columns)
-    graph = wait.graph
-    with graph.inserting_before(started):
-        weights = [one.weights for one in calls if one.weights is not None]
-        args: tuple[Any, ...] = (
-            [one.table for one in calls], [one.indices for one in calls], [one.offsets for one in calls], weights,
-            None, group.group_name, first.mode, first.include_last_offset, tables, -1, -1, False, "dense", [], None, 0.0
-        )  # fmt: skip
-        fused = graph.call_function(torch.ops.ark.embedding_bag_all_to_all.default, args)
-        fused.meta["val"] = wait.meta["val"].new_empty((samples, sum(tables), columns))
-        result = graph.call_function(aten.view.default, (fused, list(shape_of(final))))
-        result.meta["val"] = fused.meta["val"].view(shape_of(final))
-    inherit(fused, bags[0].args[0])  # type: ignore[arg-type]
-    final.replace_all_uses_with(result)
-    erase(final)
+    found = Exchange(wait, started, moves, bags)
+    for one in found.calls:
+        one.alone()
+    fused, _ = found.replace()
     return str(fused.target)
 
 
-class _Bag:
+class Exchange:
+    """An all-to-all of pooled rows that the operator can replace.
+
+    `tables` counts the tables of each rank. `final` is the last node with the result of the operator. `tables_first`:
+    whether tables that contain samples are exchanged, or samples that contain tables.
+    """
+
+    def __init__(self, wait: Node, started: Node, moves: list[Node], bags: list[Node]) -> None:
+        sent, received, sends, name = started.args
+        assert isinstance(sent, Node)
+        self.wait, self.started, self.bags = wait, started, bags
+        group = resolved(name, wait.meta["val"].device)
+        self.world, self.rank, self.group = group.size(), group.rank(), group.group_name
+        self.calls = [Bag(bag) for bag in bags]
+        first = self.calls[0]
+        for one in self.calls:
+            one.check(first)
+        samples, columns = first.bags // self.world, first.columns
+        self.samples, self.columns = samples, columns
+        if first.bags % self.world != 0:
+            raise NotFused(f"there are {first.bags} bags of a table for {self.world} ranks")
+        if math.prod(shape_of(started)) > _MOST:
+            raise NotFused("it is too large to be followed")
+        for node in [*bags, *moves]:
+            outside = [
+                user for user in node.users
+                if user not in moves and user is not started and user.target is not aten.empty_like.default
+            ]  # fmt: skip
+            if outside:
+                raise NotFused(f"{node.name} is read by others, too")
+        each = math.prod(shape_of(sent)[1:])
+        tables = [int(count) * each // (samples * columns) for count in received]  # type: ignore[union-attr, arg-type]
+        mine = len(bags)
+        if tables[self.rank] != mine or any(count * samples * columns != int(got) * each
+                                            for count, got in zip(tables, received, strict=True)):  # type: ignore[arg-type]  # fmt: skip
+            raise NotFused("ranks do not send their own samples of whole tables to each other")
+        if any(int(n) * each != mine * samples * columns for n in sends):  # type: ignore[union-attr, arg-type]
+            raise NotFused("ranks do not get equal numbers of samples")
+        if not all(tables):
+            raise NotFused("a rank has no tables")
+        self.tables = tables
+        with unset_fake_temporarily():
+            tables_first = _sent_tables_first(sent, moves, bags, self.world, columns)
+            self.final, self.tables_first = _placed(wait, tables_first, tables, samples, columns)
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Those that the operator and its backward pass share."""
+        calls, first = self.calls, self.calls[0]
+        weights = [one.weights for one in calls if one.weights is not None]
+        return (
+            [one.table for one in calls], [one.indices for one in calls], [one.offsets for one in calls], weights,
+            None, self.group, first.mode, first.include_last_offset, self.tables, -1, -1, False, "dense",
+        )  # fmt: skip
+
+    def replace(self) -> tuple[Node, Node]:
+        """Returns the operator's node, and that of its result in the shape that is read."""
+        graph, final = self.wait.graph, self.final
+        with graph.inserting_before(self.started):
+            args = (*self.arguments, [], None, 0.0)
+            fused = graph.call_function(torch.ops.ark.embedding_bag_all_to_all.default, args)
+            fused.meta["val"] = self.wait.meta["val"].new_empty((self.samples, sum(self.tables), self.columns))
+            result = graph.call_function(aten.view.default, (fused, list(shape_of(final))))
+            result.meta["val"] = fused.meta["val"].view(shape_of(final))
+        inherit(fused, self.bags[0].args[0])  # type: ignore[arg-type]
+        final.replace_all_uses_with(result)
+        erase(final)
+        return fused, result
+
+
+class Bag:
     """A call of embedding_bag whose pooled rows alone are read."""
 
     def __init__(self, rows: Node) -> None:
@@ -190,14 +221,17 @@ class _Bag:
         self.mode = _MODES[mode]  # type: ignore[index]
         if given.get("padding_idx", -1) not in (-1, None):
             raise NotFused("it has a padding_idx")
-        if len(call.users) != 1:
-            raise NotFused(f"{call.name} is read by others, too; a backward pass needs ark_torch.ops' own operator")
+        self.call = call
         self.bags, self.columns = shape_of(rows)
         self.dtype = rows.meta["val"].dtype
         if self.dtype not in _DTYPES:
             raise NotFused(f"it is of {self.dtype}")
 
-    def check(self, other: _Bag) -> None:
+    def alone(self) -> None:
+        if len(self.call.users) != 1:
+            raise NotFused(f"{self.call.name} is read by others, too")
+
+    def check(self, other: Bag) -> None:
         """Checks that one call of the operator can include both."""
         for what in ("bags", "columns", "dtype", "mode", "include_last_offset"):
             mine, theirs = getattr(self, what), getattr(other, what)
@@ -211,8 +245,8 @@ def _sent_tables_first(sent: Node, moves: list[Node], bags: list[Node], world: i
     """Whether the exchange sends tables that contain samples, or samples that contain tables; None: there is one
     table."""
     bag_count = shape_of(bags[0])[0]
-    whole = _numbers([len(bags)], bag_count, columns)
-    given = _run(moves, {bag: whole[:, t] for t, bag in enumerate(bags)})[sent].reshape(-1)
+    whole = numbers([len(bags)], bag_count, columns)
+    given = run(moves, {bag: whole[:, t] for t, bag in enumerate(bags)})[sent].reshape(-1)
     by_sample = bool((given == whole.reshape(-1)).all())
     by_table = whole.view(world, bag_count // world, len(bags), columns).transpose(1, 2).reshape(-1)
     if bool((given == by_table).all()):
@@ -222,26 +256,31 @@ def _sent_tables_first(sent: Node, moves: list[Node], bags: list[Node], world: i
     return False
 
 
-def _placed(wait: Node, tables_first: bool | None, tables: list[int], samples: int, columns: int) -> Node:
-    """The last node after the exchange at which rows are in the operator's order and which is all that others read."""
-    wanted = _numbers(tables, samples, columns)
+def in_chunks(parts: Sequence[Tensor], tables_first: bool) -> Tensor:
+    """What is sent or received, in one dimension, of `[samples, tables, columns]` of each rank."""
+    return torch.cat([(part.transpose(0, 1) if tables_first else part).reshape(-1) for part in parts])
+
+
+def _placed(wait: Node, tables_first: bool | None, tables: list[int], samples: int, columns: int) -> tuple[Node, bool]:
+    """The last node after the exchange at which rows are in the operator's order and which is all that others read;
+    and whether tables come first in what is exchanged."""
+    wanted = numbers(tables, samples, columns)
     of_ranks = torch.split(wanted, tables, 1)
     behind, moves = {wait}, list[Node]()
     for node in wait.graph.nodes:
-        copied = _moved(node)
+        copied = moved(node)
         inputs = node.all_input_nodes if copied is None else [copied]
-        if (copied is not None or node.target in _MOVES) and inputs and all(one in behind for one in inputs):
+        if (copied is not None or node.target in MOVES) and inputs and all(one in behind for one in inputs):
             behind.add(node)
             moves.append(node)
     for first in (False, True) if tables_first is None else (tables_first,):
-        got = torch.cat([(part.transpose(0, 1) if first else part).reshape(-1) for part in of_ranks])
-        values = _run(moves, {wait: got.view(shape_of(wait))})
+        values = run(moves, {wait: in_chunks(of_ranks, first).view(shape_of(wait))})
         for final in reversed([wait, *moves]):
             value = values[final]
             if not isinstance(value, Tensor) or value.numel() != wanted.numel():
                 continue
             if bool((value.reshape(-1) == wanted.reshape(-1)).all()) and _all_that_is_read(wait, final, behind):
-                return final
+                return final, first
     raise NotFused("what is received is not put in the order of samples, ranks and tables, or is read before")
 
 

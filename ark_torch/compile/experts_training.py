@@ -1,7 +1,7 @@
 """Fuses mixtures of experts in training graphs: the forward and backward passes of slots' exchanges become ark's
 operators.
 
-It is an Inductor pass over joint graphs, before these are split into forward and backward. The forward part is found as
+It works on joint graphs, before these are split into forward and backward. The forward part is found as
 in experts.py. The backward part, made by autograd, starts where the gradient of the received rows is put into slots,
 and ends where that of the sent rows is taken out of them. Everything in between depends only on those gradients, the
 forward part and its weights, and leads only to that end and to the gradients of the weights. So it is replaced by the
@@ -14,16 +14,14 @@ from operator import getitem
 from typing import Any
 
 import torch
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
-from ark_torch.compile import choices, expert_rows, experts, networks
+from ark_torch.compile import experts
 from ark_torch.compile.analysis import aten
 from ark_torch.compile.choices import is_called, is_full, same
-from ark_torch.compile.graph_edits import VIEWS, NotFused, call, inherit
+from ark_torch.compile.graph_edits import VIEWS, NotFused, call, inherit, is_backward, tag
 from ark_torch.compile.ir import Unsupported
 from ark_torch.compile.networks import Network, network_of
-from ark_torch.compile.report import log
 
 _OF_WEIGHTS = (
     *VIEWS,
@@ -35,23 +33,11 @@ _OF_WEIGHTS = (
 )
 
 
-class FuseExperts(CustomGraphPass):  # type: ignore[misc]
-    def __call__(self, graph: Graph) -> None:
-        for line in fuse(graph):
-            log.info("Inductor's joint graph: %s", line)
-
-    def uuid(self) -> Any:
-        modules = (choices, expert_rows, experts, networks)
-        return get_hash_for_files((__file__, *(str(one.__file__) for one in modules)))
-
-
 def fuse(graph: Graph, device: str = "cuda") -> list[str]:
     """Like experts.fuse, for a joint graph."""
     told: list[str] = []
-    if not any(node.op == "placeholder" and "tangents" in str(node.target) for node in graph.nodes):
-        return told
     for wait, started in experts.exchanges(graph, device):
-        if _is_backward(wait) or wait._erased:
+        if is_backward(wait) or wait._erased:
             continue
         try:
             sent = experts.sent_by(wait, started)
@@ -62,14 +48,10 @@ def fuse(graph: Graph, device: str = "cuda") -> list[str]:
     return told
 
 
-def _is_backward(node: Node) -> bool:
-    return node.meta.get("partitioner_tag") == "is_backward"
-
-
 def _fuse(graph: Graph, started: Any, sent: Any) -> str:
     if not sent.slots:
         raise NotFused("it trains, and its split sizes are read from tensors")
-    forward = [node for node in graph.nodes if not _is_backward(node)]
+    forward = [node for node in graph.nodes if not is_backward(node)]
     network = network_of(sent.follower.run(forward))
     if len(sent.follower.results) != 1:
         raise NotFused("rows that come back are read in several ways")
@@ -96,7 +78,7 @@ def _fuse(graph: Graph, started: Any, sent: Any) -> str:
         brought = call(graph, ark.moe_gather.default, y, *more, False, 1)
         out = call(graph, aten.view.default, brought, list(result.meta["val"].shape))
     inherit(brought, started)
-    _tag(graph, result, len(graph.nodes) - first, "is_forward")
+    tag(result, len(graph.nodes) - first, "is_forward")
     result.replace_all_uses_with(out)
     place = next(iter(region.inside))
     with graph.inserting_before(place):
@@ -115,7 +97,7 @@ def _fuse(graph: Graph, started: Any, sent: Any) -> str:
             if gradient is not None:
                 number, is_turned = gradient
                 put.append((number, made_of if is_turned else call(graph, aten.permute.default, made_of, [0, 2, 1])))
-    _tag(graph, place, len(graph.nodes) - first, "is_backward")
+    tag(place, len(graph.nodes) - first, "is_backward")
     region.end.replace_all_uses_with(of_sent)
     region.put(put)
     for node in reversed(list(graph.nodes)):
@@ -124,21 +106,13 @@ def _fuse(graph: Graph, started: Any, sent: Any) -> str:
     return str(ark.moe_experts.default)
 
 
-def _tag(graph: Graph, before: Any, count: int, tag: str) -> None:
-    """Sets the partitioner's own tag on the nodes inserted before that one."""
-    node = before
-    for _ in range(count):
-        node = node.prev
-        node.meta["partitioner_tag"] = tag
-
-
 class _Region:
     """The backward part. `gradient` is that of the received rows; `end` computes that of the sent rows."""
 
     def __init__(self, graph: Graph, sent: Any, result: Any, network: Network) -> None:
         self._graph, self._network, self._local = graph, network, sent.choices.local
         self._forward = sent.follower.rows
-        backward = [node for node in graph.nodes if _is_backward(node)]
+        backward = [node for node in graph.nodes if is_backward(node)]
         begins = [node for node in backward if self._puts(node, sent, result)]
         if len(begins) != 1:
             raise NotFused("no one place is known where the gradients of its rows come from")
@@ -155,9 +129,9 @@ class _Region:
         self.end: Any = ends[0]
         self.all = {*self.inside, *self._forward}
         for node in self._forward:
-            if any(_is_backward(user) and user not in self.inside for user in node.users):
+            if any(is_backward(user) and user not in self.inside for user in node.users):
                 raise NotFused(f"{node.name} is read by others in the backward pass, too")
-            outside = [user for user in node.users if not _is_backward(user) and user not in self._forward]
+            outside = [user for user in node.users if not is_backward(user) and user not in self._forward]
             if any(user is not result for user in outside):
                 raise NotFused(f"{node.name} is read by others, too")
 

@@ -65,3 +65,16 @@ def inherit(node: Node, other: Node) -> None:
     for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten"):
         if key in other.meta:
             node.meta[key] = other.meta[key]
+
+
+def is_backward(node: Node) -> bool:
+    """Whether a node of a joint graph is in the backward pass."""
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def tag(before: Node, count: int, which: str) -> None:
+    """Sets the partitioner's own tag ("is_forward", "is_backward") on the nodes inserted before that one."""
+    node = before
+    for _ in range(count):
+        node = node.prev
+        node.meta["partitioner_tag"] = which

@@ -56,10 +56,9 @@ def _patches(report: GraphReport | None) -> dict[str, Any] | None:
     """Patches that fuse products and collectives in Inductor's graphs too, including those of backward passes."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
-    from ark_torch.compile.experts_training import FuseExperts
-    from ark_torch.compile.inductor_pass import FuseCollectives
+    from ark_torch.compile.inductor_pass import FuseCollectives, FuseJoint
 
-    return {"joint_custom_pre_pass": FuseExperts(), "post_grad_custom_pre_pass": FuseCollectives(report)}
+    return {"joint_custom_pre_pass": FuseJoint(), "post_grad_custom_pre_pass": FuseCollectives(report)}
 
 
 @contextlib.contextmanager

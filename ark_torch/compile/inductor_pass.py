@@ -1,5 +1,6 @@
 """products.py, embeddings.py and experts.py as an Inductor pass over graphs that it compiles whole: training graphs,
-forward and backward, those with symbolic sizes, and those with nothing left for a loop kernel."""
+forward and backward, those with symbolic sizes, and those with nothing left for a loop kernel. Those of training that
+change both passes at once come before, as a pass over joint graphs."""
 
 from __future__ import annotations
 
@@ -9,12 +10,30 @@ from typing import Any
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph
 
-from ark_torch.compile import choices, combining, embeddings, expert_rows, experts, networks, products
+from ark_torch.compile import (
+    choices,
+    combining,
+    embeddings,
+    embeddings_training,
+    expert_rows,
+    experts,
+    experts_training,
+    graph_edits,
+    networks,
+    products,
+)
 from ark_torch.compile.report import GraphReport, log
 
 
 def fuse(graph: Graph, device: str = "cuda") -> list[str]:
     return [one for pass_ in (experts, products, embeddings) for one in pass_.fuse(graph, device)]
+
+
+def fuse_joint(graph: Graph, device: str = "cuda") -> list[str]:
+    """Of a training graph before it is split, where the backward pass must follow the forward pass."""
+    if not any(node.op == "placeholder" and "tangents" in str(node.target) for node in graph.nodes):
+        return []
+    return [one for pass_ in (experts_training, embeddings_training) for one in pass_.fuse(graph, device)]
 
 
 def foretold(graph: Graph, target: str) -> list[str]:
@@ -43,5 +62,19 @@ class FuseCollectives(CustomGraphPass):  # type: ignore[misc]
     def uuid(self) -> Any:
         if self._report is not None:
             return uuid.uuid4().bytes  # a graph of Inductor's cache would tell nothing
-        modules = (choices, combining, embeddings, expert_rows, experts, networks, products)
-        return get_hash_for_files((__file__, *(str(one.__file__) for one in modules)))
+        return _hash()
+
+
+class FuseJoint(CustomGraphPass):  # type: ignore[misc]
+    def __call__(self, graph: Graph) -> None:
+        for line in fuse_joint(graph):
+            log.info("Inductor's joint graph: %s", line)
+
+    def uuid(self) -> Any:
+        return _hash()
+
+
+def _hash() -> Any:
+    modules = (choices, combining, embeddings, embeddings_training, expert_rows, experts, experts_training)
+    others = (graph_edits, networks, products)
+    return get_hash_for_files((__file__, *(str(one.__file__) for one in (*modules, *others))))

@@ -163,7 +163,7 @@ def _trains(rank: Rank) -> dict[str, list[str]]:
     rank.init()
     torch.set_num_threads(1)
     plain = experts_training.fuse
-    experts_training.fuse = lambda graph: plain(graph, "cpu")  # type: ignore[assignment]
+    experts_training.fuse = lambda graph, _: plain(graph, "cpu")  # type: ignore[assignment]
     told = Lines("ark_torch.compile")
     said: dict[str, list[str]] = {}
     for form in (_slots_that_train, _silent):

@@ -115,3 +115,29 @@ def _embeddings(rank: Rank) -> None:
 
 def test_embeddings() -> None:
     run(_embeddings)
+
+
+def _trained_embeddings(rank: Rank) -> list[str]:
+    from support.told import Lines
+
+    device, told = start(rank), Lines("ark_torch.compile")
+    torch.manual_seed(rank.rank)
+    tables, columns, samples, world = 3, 64, 40, rank.world_size
+    weights = [torch.randn(100, columns, device=device, requires_grad=True) for _ in range(tables)]
+    offsets = [torch.arange(0, samples * world * 4, 4, device=device) for _ in range(tables)]
+    indices = [torch.randint(0, 100, (samples * world * 4,), device=device) for _ in range(tables)]
+
+    def loss(weights: list[Tensor], indices: list[Tensor], offsets: list[Tensor]) -> Tensor:
+        bags = [embedding_bag(i, w, o, mode="sum") for i, w, o in zip(indices, weights, offsets, strict=True)]
+        rows = funcol.all_to_all_single_autograd(torch.stack(bags, 1), None, None, torch.distributed.group.WORLD)
+        return rows.view(world, samples, tables, columns).transpose(0, 1).reshape(samples, -1).sigmoid().square().sum()
+
+    wanted = torch.autograd.grad(loss(weights, indices, offsets), weights)
+    got = torch.autograd.grad(torch.compile(loss, backend="ark", dynamic=False)(weights, indices, offsets), weights)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    return told.lines
+
+
+def test_embeddings_that_train() -> None:
+    for lines in run(_trained_embeddings):
+        assert any("joint graph" in line and "ark.embedding_bag_all_to_all.default" in line for line in lines), lines
