@@ -2,12 +2,14 @@
 
     python benchmarks/cuda_collectives.py --ranks 2 4 --output benchmarks/results/cuda_collectives.json
     python benchmarks/cuda_collectives.py --ranks 4 --nodes 2    ark's group as if two machines had two GPUs each
+    python benchmarks/cuda_collectives.py --contenders ark ark_alone nccl --within 1.05 --ranks 2 ...
+                                           fails if ark's default is slower than the best of the others
 
 There is one process per GPU. All implementations of a row (benchmarks/cuda_contenders.py) run interleaved in the same
 processes. A figure is the median over rounds of the slowest rank's time, in microseconds per call. In a graph: 20 calls
 per graph, fewer for large ones. Eager: called from Python, back to back. Values are random and renewed before every
-round. Results are checked against a float32 sum in rank order, ark's bit for bit. NVLink multicast is off for all.
-`bytes` is the larger side of the operation, as in nccl-tests; busbw uses nccl-tests' factors.
+round. ark's results are checked: sums against a float32 sum in rank order, moves against NCCL's. NVLink multicast is
+off for all. `bytes` is the larger side of the operation, as in nccl-tests; busbw uses nccl-tests' factors.
 """
 
 from __future__ import annotations
@@ -94,6 +96,13 @@ def slowest(times: dict[str, list[float]], group: Any) -> dict[str, float]:
     return medians
 
 
+def on_all_ranks(wrong: int, group: Any) -> int:
+    """The sum of the ranks' counts; -1 is that of a row that no rank checks."""
+    total = torch.tensor(max(wrong, 0), device="cuda")
+    dist.all_reduce(total, group=group)
+    return int(total) if wrong >= 0 else -1
+
+
 def run(rank: int, ranks: int, arguments: argparse.Namespace, port: int) -> None:
     torch.cuda.set_device(rank)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -101,14 +110,17 @@ def run(rank: int, ranks: int, arguments: argparse.Namespace, port: int) -> None
     dist.init_process_group("nccl", rank=rank, world_size=ranks, timeout=timedelta(seconds=60), device_id=device)
     if arguments.nodes > 1:
         os.environ["ARK_NODE"] = str(rank * arguments.nodes // ranks)
-    groups = make_groups(device, timedelta(seconds=20))
+    alone = "ark_alone" in arguments.contenders
+    groups = make_groups(device, timedelta(seconds=20), arguments.reduction, alone)
     torch.cuda.set_stream(torch.cuda.Stream())  # NCCL does not use copy engines on the default stream
     rows = []
     for operation in arguments.operations:
         for size in arguments.sizes:
             loops = 20 if size <= 4 * MB else 5 if size <= 64 * MB else 2
-            row = Row(operation, size, rank, ranks, groups)
-            wrong = row.wrong()
+            row = Row(operation, size, rank, ranks, groups, arguments.contenders, arguments.reduction)
+            begin = time.perf_counter()
+            wrong = on_all_ranks(row.wrong(), groups["nccl"])
+            first_s = time.perf_counter() - begin  # kernels are loaded, and NCCL is made where the dispatch wants it
             graph = slowest(timed_in_graphs(row, loops), groups["nccl"])
             eager = slowest(timed_eagerly(row, 50), groups["nccl"]) if size <= MB else {}
             row.close()
@@ -117,6 +129,9 @@ def run(rank: int, ranks: int, arguments: argparse.Namespace, port: int) -> None
             entry = {"operation": operation, "ranks": ranks, "bytes": size, "wrong": wrong}
             if arguments.nodes > 1:
                 entry["nodes"] = arguments.nodes
+            if arguments.reduction != "exact":
+                entry["reduction"] = arguments.reduction
+            entry |= {"first_s": round(first_s, 2), "free_mb": torch.cuda.mem_get_info()[0] >> 20}
             entry |= {"graph_us": graph, "eager_us": eager}
             entry["busbw"] = size / graph["ark"] * 1e-3 * bus_factor(operation, ranks)
             rival = min(us for name, us in graph.items() if not name.startswith("ark"))
@@ -128,6 +143,11 @@ def run(rank: int, ranks: int, arguments: argparse.Namespace, port: int) -> None
                 print(line(entry), flush=True)
                 Path(arguments.output + f".{ranks}").write_text(json.dumps(rows))
     dist.destroy_process_group()
+
+
+def good(entry: dict[str, Any], within: float) -> bool:
+    best = min(us for name, us in entry["graph_us"].items() if name != "ark")
+    return entry["wrong"] <= 0 and entry["graph_us"]["ark"] <= within * best
 
 
 def line(entry: dict[str, Any]) -> str:
@@ -175,8 +195,15 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=1, help="among which ark's group divides the ranks (ARK_NODE)")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--operations", nargs="+", default=OPERATIONS, choices=OPERATIONS)
+    parser.add_argument("--contenders", nargs="+", default=[], help="of cuda_contenders.py, and nccl; default: all")
+    parser.add_argument("--reduction", choices=["exact", "fast"], default="exact", help="of ark's sums")
+    parser.add_argument(
+        "--within", type=float, help="fail if ark takes longer than this many times the best of the others, or is wrong"
+    )
     parser.add_argument("--output", default="benchmarks/results/cuda_collectives.json")
     arguments = parser.parse_args()
+    if arguments.contenders:
+        arguments.contenders = sorted({"ark", "nccl", *arguments.contenders})
     rows = []
     for ranks in arguments.ranks:
         if ranks > torch.cuda.device_count():
@@ -198,6 +225,9 @@ def main() -> None:
         "rows": rows,
     }
     Path(arguments.output).write_text(json.dumps(report, indent=1) + "\n")
+    if arguments.within and (failed := [line(row) for row in rows if not good(row, arguments.within)]):
+        told = f"{len(failed)} of {len(rows)} rows are wrong, or slower than {arguments.within} x the best:"
+        sys.exit("\n".join([told, *failed]))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
 """The contenders of benchmarks/cuda_collectives.py: one operation at one size, in each implementation.
 
-These are ark and NCCL on plain and on registered tensors, NCCL's efficiency and zero (copy-engine) policies where they
-apply, and PyTorch's symmetric memory in its one-shot, two-shot and low-contention forms. Each has its own tensors. A
-contender that the version or machine lacks is left out on all ranks and named on standard error.
+These are ark and NCCL on plain and on registered tensors, ark without what NCCL carries for it by default (ark_alone),
+NCCL's efficiency and zero (copy-engine) policies where they apply, and PyTorch's symmetric memory in its one-shot,
+two-shot and low-contention forms. Each has its own tensors. A contender that the version or machine lacks is left out
+on all ranks and named on standard error.
 """
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -19,9 +21,17 @@ MB = 1 << 20
 POLICIES = {"nccl_efficiency": 1, "nccl_zero": 2}  # NCCL_CTA_POLICY_*
 
 
-def make_groups(device: torch.device, timeout: Any) -> dict[str, Any]:
-    """Creates the groups. NCCL's is the default one."""
+def make_groups(device: torch.device, timeout: Any, reduction: str = "exact", alone: bool = False) -> dict[str, Any]:
+    """Creates the groups. NCCL's is the default one. alone: ark_alone's, too."""
+    os.environ["ARK_REDUCTION"] = reduction
     groups = {"nccl": dist.group.WORLD, "ark": dist.new_group(backend="ark", timeout=timeout)}
+    if alone:
+        import ark_torch
+
+        options = ark_torch.Options()
+        options.reduction = reduction
+        options.cuda_dispatch = [(dist.get_world_size(), {})]  # a table replaces NCCL's share
+        groups["ark_alone"] = dist.new_group(backend="ark", timeout=timeout, pg_options=options)
     for name, policy in POLICIES.items():
         options = dist.ProcessGroupNCCL.Options()
         try:
@@ -38,17 +48,29 @@ def make_groups(device: torch.device, timeout: Any) -> dict[str, Any]:
 class Row:
     """All implementations of one operation at one size."""
 
-    def __init__(self, operation: str, size: int, rank: int, ranks: int, groups: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        operation: str,
+        size: int,
+        rank: int,
+        ranks: int,
+        groups: dict[str, Any],
+        only: Collection[str] = (),
+        reduction: str = "exact",
+    ) -> None:
+        """only: the contenders; all that there are if empty. reduction: ark's sums."""
+        self.reduction = reduction
         self.operation, self.size, self.rank, self.ranks = operation, size, rank, ranks
         self.groups = groups
         self.count = max(size // 2 // ranks, 1) * ranks
         generator = torch.Generator(device="cuda").manual_seed(1000 * rank + 1)
         self.seed = torch.randn(self.count, generator=generator, device="cuda").to(torch.bfloat16)
         self.tensors: list[torch.Tensor] = []
-        self.reduced: dict[str, torch.Tensor] = {}
+        self.results: dict[str, torch.Tensor] = {}
         self.undo: list[Call] = []
         self.calls: dict[str, Call] = {}
-        makers = {"ark": self.plain, "nccl": self.plain, "ark_registered": self.ark_registered}
+        makers = {name: self.plain for name in ("ark", "ark_alone", "nccl") if name in groups}
+        makers |= {"ark_registered": self.ark_registered}
         makers |= {name: self.nccl_registered for name in ("nccl_registered", *POLICIES)}
         makers |= {
             "symm_one_shot": self.symmetric,
@@ -56,6 +78,8 @@ class Row:
             "symm_low_contention": self.symmetric,
         }
         for name, make in makers.items():
+            if only and name not in only:
+                continue
             try:
                 made = make(name)
             except (RuntimeError, AttributeError) as error:
@@ -104,8 +128,7 @@ class Row:
         both = torch.empty(self.count + other, dtype=torch.bfloat16, device="cuda")
         made = [both[: self.count], both[self.count :]][: 2 if other else 1]
         self.tensors += made
-        if self.operation == "all_reduce":
-            self.reduced[name] = made[0]
+        self.results[name] = made[1 if self.operation in ("reduce_scatter", "all_to_all", "send_recv") else 0]
         return made
 
     def plain(self, name: str) -> Call:
@@ -170,24 +193,43 @@ class Row:
         torch.cuda.synchronize()
         for step in self.undo:
             step()
-        for kept in (self.calls, self.tensors, self.undo, self.reduced):
+        for kept in (self.calls, self.tensors, self.undo, self.results):
             kept.clear()
 
     def wrong(self) -> int:
-        """Counts elements of ark's all_reduces that differ from the float32 sum in rank order, rounded once. -1: not
-        checked.
+        """Counts elements of ark's results that are wrong. -1: not checked.
+
+        A sum is right if it is the float32 sum in rank order, rounded once; with reduction "fast", if it differs by no
+        more than rounding after each addition explains. What only moves is right if it is what NCCL brings.
         """
-        if self.operation != "all_reduce" or self.size > 64 * MB:
+        sums = "reduce" in self.operation
+        if sums and self.size > 256 * MB:
             return -1
-        inputs = torch.empty(self.ranks, self.count, dtype=torch.bfloat16, device="cuda")
-        dist.all_gather_into_tensor(inputs, self.seed, group=self.groups["nccl"])
-        total = inputs[0].float()
-        for r in range(1, self.ranks):
-            total += inputs[r].float()
         self.renew()
+        expected, bound = self._sums() if sums else (self._by_nccl(), None)
         wrong = 0
         for name in [name for name in self.calls if name.startswith("ark")]:
             self.calls[name]()
             torch.cuda.synchronize()
-            wrong += int((self.reduced[name].view(torch.int16) != total.to(torch.bfloat16).view(torch.int16)).sum())
+            if bound is None:
+                wrong += int((self.results[name].view(torch.int16) != expected.view(torch.int16)).sum())
+            else:
+                wrong += int(((self.results[name].float() - expected.float()).abs() > bound).sum())
         return wrong
+
+    def _by_nccl(self) -> torch.Tensor:
+        self.calls["nccl"]()
+        torch.cuda.synchronize()
+        return self.results["nccl"].clone()
+
+    def _sums(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The sum of this rank's elements, and how much another may differ from it; None: not at all."""
+        inputs = torch.empty(self.ranks, self.count, dtype=torch.bfloat16, device="cuda")
+        dist.all_gather_into_tensor(inputs.view(-1), self.seed, group=self.groups["nccl"])
+        if self.operation == "reduce_scatter":
+            inputs = inputs.view(self.ranks, self.ranks, -1)[:, self.rank]
+        total = inputs[0].float()
+        for r in range(1, self.ranks):
+            total += inputs[r].float()
+        rounding = self.ranks * 2.0**-8 * inputs.abs().sum(0, dtype=torch.float32)
+        return total.to(torch.bfloat16), rounding if self.reduction == "fast" else None

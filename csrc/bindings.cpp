@@ -466,9 +466,12 @@ PYBIND11_MODULE(_C, m) {
       "_shutdown_all_groups",
       [](int64_t patience_ms) { ark::shutdown_all_groups(std::chrono::milliseconds(patience_ms)); },
       py::call_guard<py::gil_scoped_release>());
-  m.def("_default_cuda_dispatch", [](int size) {
-    return from_cuda_rules({{size, ark::CudaDispatch::measured(size)}}).front().second;
-  });
+  m.def(
+      "_default_cuda_dispatch",
+      [](int size, const std::string& model) {
+        return from_cuda_rules({{size, ark::choose_dispatch({}, size, model)}}).front().second;
+      },
+      py::arg("size"), py::arg("model") = "");
   m.def("_default_dispatch", [] { return from_rules(ark::DispatchTable::defaults()); });
   m.def("_reduce_isa", [] { return std::string(ark::reduce_isa()); });
   bind_jit(m);

@@ -27,6 +27,7 @@ from ark_torch._version import __version__
 
 HERE = Path(__file__).resolve().parent
 MIB = 1 << 20
+_NEVER = 2**64 - 1  # CudaDispatch::kNever
 OK, INFO, WARN, FAIL = "ok", "info", "warn", "FAIL"
 
 
@@ -213,7 +214,7 @@ def cuda() -> Iterator[Row]:
     if len(gpus) > 1:
         missing = any(row.probe == "peer access" and row.state != OK for row in rows)
         yield from between_gpus(len(gpus), missing)
-        yield from thresholds([text.split(",")[0] for text in gpus])
+        yield from thresholds([text.split(",")[0] for text in gpus], nccl=not missing)
 
 
 def between_gpus(gpus: int, missing: bool) -> Iterator[Row]:
@@ -247,8 +248,9 @@ def between_gpus(gpus: int, missing: bool) -> Iterator[Row]:
     yield Row("between GPUs", INFO, found, "ARK_DISABLE_P2P=0 leaves all to NCCL" if wish != "1" else "")
 
 
-def thresholds(models: Sequence[str]) -> Iterator[Row]:
-    """Whether the built-in dispatch was measured on such GPUs, if no table replaces it."""
+def thresholds(models: Sequence[str], nccl: bool = False) -> Iterator[Row]:
+    """Whether the built-in dispatch was measured on such GPUs, if no table replaces it. `nccl`: whether NCCL's share
+    may be shown, which needs peers' memory."""
     try:
         settings = env.read()
     except ValueError:
@@ -259,6 +261,8 @@ def thresholds(models: Sequence[str]) -> Iterator[Row]:
     found = f"built in, measured on {' and '.join(_dispatch_files.MEASURED)}"
     if not others:
         yield Row("dispatch", INFO, found)
+        if nccl and len(set(models)) == 1 and settings.disable_p2p != "1":
+            yield from nccl_share(models[0], len(models), settings.reduction == "fast")
         return
     advice = "`ark tune --cuda` on the idle machine writes a whole one; ARK_DISPATCH names it"
     if files := _dispatch_files.kept(others):
@@ -266,6 +270,28 @@ def thresholds(models: Sequence[str]) -> Iterator[Row]:
         return
     then = "groups measure one in 3 s at first use" if settings.tune else "ARK_TUNE=0 leaves it so"
     yield Row("dispatch", INFO, f"{found}; none was made for {', '.join(others)}: {then}", advice)
+
+
+def nccl_share(model: str, gpus: int, fast: bool) -> Iterator[Row]:
+    """What PyTorch's NCCL carries by default in a group of all GPUs."""
+    script = "import json; from ark_torch import _C; print(json.dumps(_C._default_cuda_dispatch({}, {!r})))"
+    good, text = child("-c", script.format(gpus, model))
+    if not good:
+        return  # the extension's own row says why
+    numbers = json.loads(text.splitlines()[-1])
+    shares: list[str] = []
+    sums: list[str] = []
+    for name, least in numbers.items():
+        operation = name.removeprefix("nccl_").removesuffix("_from")
+        if name != f"nccl_{operation}_from" or least == _NEVER:
+            continue
+        most = numbers[f"nccl_{operation}_to"]
+        share = f"{operation} from {least / MIB:g} MB" + (" on" if most == _NEVER else f" to {(most + 1) / MIB:g} MB")
+        (sums if "reduce" in operation and not fast else shares).append(share)
+    if shares or sums:
+        found = f"PyTorch's NCCL, measured faster, carries on {gpus} GPUs: {', '.join(shares) or 'nothing'}"
+        advice = f"ARK_REDUCTION=fast would also give it {', '.join(sums)}" if sums else ""
+        yield Row("dispatch", INFO, found, advice)
 
 
 def dispatch() -> Iterator[Row]:

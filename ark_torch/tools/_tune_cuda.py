@@ -4,8 +4,8 @@ Two candidates differ in one number of the dispatch: they always or never take t
 processes and streams, each as a CUDA graph of several operations; the slowest rank's median counts. The chosen size
 minimizes the total cost over all sizes, so that one noisy value cannot move it. Numbers not in `FIELDS` keep their
 measured defaults. Copy engines serve computation that runs in parallel, so they are timed together with matrix products
-of equal duration. NCCL comes last, against the choices made before; it adds in other orders, so its numbers for sums
-apply only with reduction="fast".
+of equal duration. NCCL has no share until it comes last, against the choices made before; it may be faster in a range
+of sizes. It adds in other orders, so its numbers for sums apply only with reduction="fast".
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ NEVER = 2**64 - 1
 ALWAYS = 0
 LARGE = tuple(1 << power for power in range(22, 29))
 GAIN = 1.1  # minimum gain of a sum in any order over rank order that is reported
+WORTH = 1.03  # minimum product of the gains for which NCCL gets a share
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,21 @@ def decide(field: Field, ranks: int, without: list[float], always: list[float]) 
         return sizes[count - 1] if count else ALWAYS
     count = boundary(sizes, without, always)
     return sizes[count] if count < len(sizes) else NEVER
+
+
+def share(field: Field, without: list[float], always: list[float]) -> dict[str, int]:
+    """NCCL's range of sizes, from and to ones at which it was measured to be faster."""
+    sizes, upper = field.sizes, field.name.removesuffix("_from") + "_to"
+    faster = [math.log(ours / theirs) for ours, theirs in zip(without, always, strict=True)]
+    best, gain = None, math.log(WORTH)
+    for first in range(len(sizes)):
+        for last in range(first, len(sizes)):
+            if sum(faster[first : last + 1]) > gain:
+                best, gain = (first, last), sum(faster[first : last + 1])
+    if best is None:
+        return {field.name: NEVER, upper: NEVER}
+    first, last = best
+    return {field.name: sizes[first], upper: NEVER if last == len(sizes) - 1 else sizes[last]}
 
 
 def gains(field: Field, without: list[float], always: list[float]) -> dict[str, float]:
@@ -206,10 +222,12 @@ def tune(rank: int, ranks: int, rendezvous: str, rounds: int, output: str, only:
         times = measure(field, numbers, world, tensors, rounds)
         assert times is not None  # there is no limit of time
         without, always = times
-        numbers[field.name] = decide(field, ranks, without, always)
+        found = share(field, without, always) if field.nccl else {field.name: decide(field, ranks, without, always)}
+        numbers |= found
         if gained := gains(field, without, always):
             faster[field.operation] = gained
-        say(f"{field.name}: {numbers[field.name] if numbers[field.name] != NEVER else 'never'}")
+        for name, number in found.items():
+            say(f"{name}: {number if number != NEVER else 'never' if name == field.name else 'no bound'}")
         for size, one, two in zip(field.sizes, without, always, strict=True):
             say(f"  {size:>10} bytes: {one:9.1f} us without, {two:9.1f} us with")
     for line in told(ranks, faster):

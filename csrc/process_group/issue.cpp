@@ -175,6 +175,7 @@ c10::intrusive_ptr<CudaWork> ProcessGroupArk::enqueue_on(int line, uint64_t mess
       if (const std::string why = communicator ? communicator->engine_refusal() : ""; !why.empty())
         tell_of_engines(why);
     }
+    if (cuda->nccl) tell_of_nccl(*cuda->nccl);
     auto work = c10::make_intrusive<CudaWork>(core_, cuda, call.type, call.name, call.outputs.flat(),
                                               CudaWork::Parts{operation});
     work->timeout = operation->asked;
@@ -191,6 +192,13 @@ void ProcessGroupArk::tell_of_engines(const std::string& why) {
   if (told_of_engines_.exchange(true) || rank_ != 0 || !options_->log) return;
   options_->log("group \"" + options_->group_name + "\" of " + std::to_string(size_) +
                 " ranks: kernels move what copy engines would, which share no memory: " + why);
+}
+
+void ProcessGroupArk::tell_of_nccl(NcclEntry& nccl) {
+  const auto lines = nccl.news();
+  if (rank_ != 0 || !options_->log) return;
+  for (const std::string& line : lines)
+    options_->log("group \"" + options_->group_name + "\" of " + std::to_string(size_) + " ranks: " + line);
 }
 
 bool ProcessGroupArk::launch_region(const char* name, c10::Device device, RegionLaunch launch) {

@@ -277,6 +277,7 @@ class ProcessGroupArk : public c10d::Backend {
   std::shared_ptr<NcclEntry> nccl_entry(c10::Device device, const CudaDispatch& dispatch);
   void meet_for_nccl(const Call& call, CudaGroup& cuda);
   void tell_of_engines(const std::string& why);
+  void tell_of_nccl(NcclEntry& nccl);
   c10::intrusive_ptr<CudaWork> enqueue(const Call& call, Body body, const std::shared_ptr<CudaGroup>& cuda);
   WorkPtr carry_cuda(const Call& call, CudaGroup& cuda);
   // `message`: the number of a send or recv.

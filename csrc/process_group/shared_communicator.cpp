@@ -64,7 +64,7 @@ std::vector<at::Tensor> SharedCommunicator::all_at(Pointer const* places, size_t
   return tensors;
 }
 
-void SharedCommunicator::carry(c10d::Backend& nccl, const Operation& operation, Call call) {
+void SharedCommunicator::carry(c10d::Backend& nccl, Kind kind, const Operation& operation, Call call) {
   ours_.barrier(operation);
   try {
     if (const auto work = call(nccl)) work->wait();
@@ -77,7 +77,7 @@ void SharedCommunicator::carry(c10d::Backend& nccl, const Operation& operation, 
     nccl_.options().fail_group(failure);
     throw failure;
   }
-  nccl_.count();
+  nccl_.count(kind);
 }
 
 void SharedCommunicator::all_reduce(const Operation& operation, const void* in, void* out, size_t count) {
@@ -85,7 +85,7 @@ void SharedCommunicator::all_reduce(const Operation& operation, const void* in, 
   if (!nccl) return ours_.all_reduce(operation, in, out, count);
   const at::ScalarType type = *summed_type(operation.descriptor.dtype);
   std::vector<at::Tensor> tensors{at(out, count, type)};
-  carry(*nccl, operation, [&](c10d::Backend& backend) {
+  carry(*nccl, Kind::all_reduce, operation, [&](c10d::Backend& backend) {
     if (in != out) tensors[0].copy_(at(in, count, type), true);
     auto options = options_of<c10d::AllreduceOptions>(operation);
     options.reduceOp = op_of(operation);
@@ -99,7 +99,7 @@ void SharedCommunicator::reduce(const Operation& operation, const void* in, void
   const at::ScalarType type = *summed_type(operation.descriptor.dtype);
   const bool root = rank_ == operation.descriptor.root;
   std::vector<at::Tensor> tensors{at(root ? out : in, count, type)};  // NCCL writes only at root
-  carry(*nccl, operation, [&](c10d::Backend& backend) {
+  carry(*nccl, Kind::reduce, operation, [&](c10d::Backend& backend) {
     if (root && in != out) tensors[0].copy_(at(in, count, type), true);
     auto options = options_of<c10d::ReduceOptions>(operation);
     options.reduceOp = op_of(operation);
@@ -113,7 +113,7 @@ void SharedCommunicator::reduce_scatter(const Operation& operation, const void* 
   const auto nccl = reducer(operation, Kind::reduce_scatter, bytes * size_);
   if (!nccl) return ours_.reduce_scatter(operation, ins, out, count);
   const at::ScalarType type = *summed_type(operation.descriptor.dtype);
-  carry(*nccl, operation, [&](c10d::Backend& backend) {
+  carry(*nccl, Kind::reduce_scatter, operation, [&](c10d::Backend& backend) {
     auto options = options_of<c10d::ReduceScatterOptions>(operation);
     options.reduceOp = op_of(operation);
     at::Tensor output = at(out, count, type);
@@ -130,7 +130,7 @@ void SharedCommunicator::reduce_scatter(const Operation& operation, const void* 
 void SharedCommunicator::all_gather(const Operation& operation, const void* in, void* const* outs, size_t bytes) {
   const auto nccl = carrier(Kind::all_gather, bytes * size_);
   if (!nccl) return ours_.all_gather(operation, in, outs, bytes);
-  carry(*nccl, operation, [&](c10d::Backend& backend) {
+  carry(*nccl, Kind::all_gather, operation, [&](c10d::Backend& backend) {
     const auto options = options_of<c10d::AllgatherOptions>(operation);
     at::Tensor input = at(in, bytes);
     if (adjacent(outs, size_, bytes)) {
@@ -146,7 +146,7 @@ void SharedCommunicator::all_gather(const Operation& operation, const void* in, 
 void SharedCommunicator::broadcast(const Operation& operation, void* data, size_t bytes) {
   const auto nccl = carrier(Kind::broadcast, bytes);
   if (!nccl) return ours_.broadcast(operation, data, bytes);
-  carry(*nccl, operation, [&](c10d::Backend& backend) {
+  carry(*nccl, Kind::broadcast, operation, [&](c10d::Backend& backend) {
     auto options = options_of<c10d::BroadcastOptions>(operation);
     options.rootRank = operation.descriptor.root;
     std::vector<at::Tensor> tensors{at(data, bytes)};
@@ -158,7 +158,7 @@ void SharedCommunicator::all_to_all(const Operation& operation, const Bytes* ins
   const size_t bytes = even_ ? ins[0].size : 0;
   const auto nccl = carrier(Kind::all_to_all, bytes * size_);
   if (!nccl) return ours_.all_to_all(operation, ins, outs);
-  carry(*nccl, operation, [&](c10d::Backend& backend) {
+  carry(*nccl, Kind::all_to_all, operation, [&](c10d::Backend& backend) {
     // Even blocks are parts of one tensor.
     at::Tensor input = at(ins[0].data, bytes * size_), output = at(outs[0].data, bytes * size_);
     std::vector<int64_t> equal;

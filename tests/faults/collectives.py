@@ -167,6 +167,14 @@ FAULTS = (
         "tests/distributed/test_cuda_peers.py",
     ),
     fault(
+        "cuda_dispatch.nccl_of_any_model",
+        "csrc/collectives/cuda/nccl_sizes.cpp",
+        "if (model != row.model || ranks != row.ranks) continue;",
+        "if (ranks != row.ranks) continue;",
+        "NCCL gets by default what was measured on another GPU model",
+        "tests/distributed/test_cuda_nccl.py",
+    ),
+    fault(
         "cuda_host.nccl_believes",
         HERE + "cuda/arena_memory.cpp",
         "!asked_for && (peers == Peers::unreached || dispatch.nccl_leaves_p2p);",

@@ -89,8 +89,8 @@ FAULTS = (
     fault(
         "group.nccl_from",
         "csrc/process_group/carriers/nccl_entry.cpp",
-        "  return bytes > 0 && bytes >= range.from && bytes <= range.to;",
-        "  return bytes > 0 && bytes < range.from && bytes <= range.to;",
+        "bytes > 0 && bytes >= dispatch.*sizes->from &&",
+        "bytes > 0 && bytes < dispatch.*sizes->from &&",
         "NCCL carries what is small, and ark what is large",
         "tests/distributed/test_cuda_nccl.py",
     ),

@@ -16,6 +16,7 @@ from support.rank import Rank
 from support.reference import make_input
 
 import ark_torch
+from ark_torch import _C
 
 NAMES = ("all_reduce", "reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 FROM = 1 << 20
@@ -122,6 +123,55 @@ def _graph(rank: Rank) -> None:
 
 def test_in_graphs() -> None:
     run(_graph)
+
+
+def _by_default(rank: Rank) -> list[str]:
+    """Moves of the sizes that NCCL has by default on these GPUs, eager and in a graph, against a group without NCCL."""
+    device = start(rank)
+    me, size = rank.rank, rank.world_size
+    options = ark_torch.Options()
+    options.cuda_dispatch = [(size, {})]
+    group, alone = dist.new_group(), dist.new_group(pg_options=options)
+    backend = group._get_backend(device)
+    numbers = _C._default_cuda_dispatch(size, torch.cuda.get_device_name(device))
+    carried = [name for name in ("all_gather", "broadcast", "all_to_all") if numbers[f"nccl_{name}_from"] < 1 << 40]
+    for name in carried:
+        count = numbers[f"nccl_{name}_from"] // 4 // size * size + 4 * size
+        source = torch.arange(count, dtype=torch.float32, device=device).add_(me)
+        if name == "broadcast":
+            source = source if me == size - 1 else source.zero_()
+        into = torch.full((count,), -1.0, device=device)
+
+        def call(group: Any, name: str = name, source: torch.Tensor = source, into: torch.Tensor = into) -> None:
+            if name == "all_gather":
+                dist.all_gather_into_tensor(into, source[: into.numel() // size], group=group)
+            elif name == "all_to_all":
+                dist.all_to_all_single(into, source, group=group)
+            else:
+                into.copy_(source)
+                dist.broadcast(into, group_src=size - 1, group=group)
+
+        call(alone)
+        expected = into.clone()
+        before = backend.cuda_carried
+        into.fill_(-1.0)
+        call(group)
+        same(into, expected, f"{name}, eager")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call(group)
+        assert backend.cuda_carried == before + 2, name
+        into.fill_(-1.0)
+        graph.replay()
+        torch.cuda.synchronize()
+        same(into, expected, f"{name}, in a graph")
+        del graph
+    assert alone._get_backend(device).cuda_carried == 0
+    return carried
+
+
+def test_what_it_carries_by_default() -> None:
+    run(_by_default)
 
 
 def _lost(rank: Rank) -> float:

@@ -100,6 +100,43 @@ def test_a_size_is_chosen_where_it_costs_least() -> None:
 
 
 @pytest.mark.quick
+def test_nccl_gets_a_range() -> None:
+    field = _tune_cuda.Field("nccl_all_gather_from", False, False, (8, 16, 32, 64), "all_gather", True)
+
+    def found(without: list[float], always: list[float]) -> tuple[int, int]:
+        numbers = _tune_cuda.share(field, without, always)
+        assert set(numbers) == {"nccl_all_gather_from", "nccl_all_gather_to"}
+        return numbers["nccl_all_gather_from"], numbers["nccl_all_gather_to"]
+
+    never = _tune_cuda.NEVER
+    assert found([5.0, 76.0, 90.0, 150.0], [9.0, 55.0, 95.0, 165.0]) == (16, 16)
+    assert found([5.0, 76.0, 90.0, 150.0], [9.0, 55.0, 91.0, 120.0]) == (16, never), "one noisy figure"
+    assert found([9.0] * 4, [8.0] * 4) == (8, never)
+    assert found([9.0] * 4, [9.1] * 4) == (never, never)
+    assert found([5.0, 76.0, 90.0, 150.0], [9.0, 75.0, 91.0, 151.0]) == (never, never), "noise"
+
+
+@pytest.mark.quick
+def test_the_doctor_shows_what_nccl_carries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ARK_DISPATCH", raising=False)
+    monkeypatch.delenv("ARK_REDUCTION", raising=False)
+    rows = list(_probes.thresholds(["NVIDIA H200"] * 2, nccl=True))
+    assert [row.probe for row in rows] == ["dispatch"] * 2
+    assert "carries on 2 GPUs: all_gather from 16 MB to 24 MB" in rows[1].found
+    assert "broadcast from 128 MB on" in rows[1].found and rows[1].advice == ""
+    four = list(_probes.thresholds(["NVIDIA H200"] * 4, nccl=True))[1]
+    assert four.found.endswith("carries on 4 GPUs: all_to_all from 64 MB on")
+    assert "all_reduce from 16 MB on, reduce_scatter from 16 MB on" in four.advice
+    monkeypatch.setenv("ARK_REDUCTION", "fast")
+    four = list(_probes.thresholds(["NVIDIA H200"] * 4, nccl=True))[1]
+    assert "all_reduce from 16 MB on" in four.found and four.advice == ""
+    assert len(list(_probes.thresholds(["NVIDIA H200"] * 2))) == 1, "without peers' memory"
+    assert len(list(_probes.thresholds(["NVIDIA H100 80GB HBM3"] * 2, nccl=True))) == 1, "not measured there"
+    monkeypatch.setenv("ARK_DISPATCH", __file__)
+    assert not list(_probes.thresholds(["NVIDIA H200"] * 2, nccl=True))
+
+
+@pytest.mark.quick
 def test_what_fast_sums_would_gain_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sums = _tune_cuda.Field("nccl_all_reduce_from", False, False, (1 << 20, 1 << 21, 1 << 22), "all_reduce", True)
     faster = {"all_reduce": _tune_cuda.gains(sums, [100.0, 109.0, 125.0], [120.0, 100.0, 100.0])}

@@ -12,7 +12,7 @@ namespace ark {
 namespace {
 
 // Flags of the last word.
-constexpr uint64_t kPeerAccess = 3, kAnyOrder = 4, kNcclLeavesP2p = 8, kToMeasure = 16;
+constexpr uint64_t kPeerAccess = 3, kAnyOrder = 4, kNcclLeavesP2p = 8, kToMeasure = 16, kNcclOfModel = 32;
 
 }  // namespace
 
@@ -55,37 +55,34 @@ CudaDispatch CudaDispatch::through_host(int ranks, bool by_nccl) const {
   CudaDispatch dispatch = *this;
   for (const CudaDispatchField& field : kCudaDispatchFields)
     if (field.on_host) dispatch.*field.value = *field.on_host;
+  if (dispatch.nccl_of_model)
+    for (const NcclSizes& sizes : kNcclSizes) dispatch.*sizes.from = dispatch.*sizes.to = kNever;
+  dispatch.nccl_of_model = false;
   if (!by_nccl) return dispatch;
   // Measured for all_reduces of two H200 (docs/collectives.md); other collectives move their bytes the same way. Host
   // memory is faster below and above this range; the upper bound is where the curves cross.
   constexpr uint64_t kFrom = 1 << 20, kTo = 6 << 20;
   // The sum of two values is the same in either order.
   const bool sums = any_order || ranks <= 2;
-  const auto share = [&](uint64_t CudaDispatch::*from, uint64_t CudaDispatch::*to) {
-    if (dispatch.*from != kNever || dispatch.*to != kNever) return;
-    dispatch.*from = kFrom, dispatch.*to = kTo;
-  };
-  if (sums) {
-    share(&CudaDispatch::nccl_all_reduce_from, &CudaDispatch::nccl_all_reduce_to);
-    share(&CudaDispatch::nccl_reduce_from, &CudaDispatch::nccl_reduce_to);
-    share(&CudaDispatch::nccl_reduce_scatter_from, &CudaDispatch::nccl_reduce_scatter_to);
+  for (const NcclSizes& sizes : kNcclSizes) {
+    if ((sizes.sums && !sums) || dispatch.*sizes.from != kNever || dispatch.*sizes.to != kNever) continue;
+    dispatch.*sizes.from = kFrom, dispatch.*sizes.to = kTo;
   }
-  share(&CudaDispatch::nccl_all_gather_from, &CudaDispatch::nccl_all_gather_to);
-  share(&CudaDispatch::nccl_broadcast_from, &CudaDispatch::nccl_broadcast_to);
-  share(&CudaDispatch::nccl_all_to_all_from, &CudaDispatch::nccl_all_to_all_to);
   return dispatch;
 }
 
-CudaDispatch choose_dispatch(const std::vector<CudaRule>& rules, int size) {
+CudaDispatch choose_dispatch(const std::vector<CudaRule>& rules, int size, const std::string& model) {
   for (const CudaRule& rule : rules)
     if (size <= rule.max_ranks) return rule.dispatch;
-  return CudaDispatch::measured(size);
+  CudaDispatch made = CudaDispatch::measured(size);
+  made.give_nccl(model, size);
+  return made;
 }
 
 CudaDispatch agree_on_dispatch(KeyValueStore& store, int rank, int size, const std::vector<CudaRule>& rules,
                                const DispatchLimits& limits, const std::function<void()>& check) {
   constexpr size_t kFields = std::size(kCudaDispatchFields), kWords = kFields + 1;
-  CudaDispatch mine = choose_dispatch(rules, size);
+  CudaDispatch mine = choose_dispatch(rules, size, limits.model);
   mine.buffer_bytes = std::min(mine.buffer_bytes, limits.buffer_bytes);
   for (const CudaDispatchField& field : kCudaDispatchFields)
     if (field.fast && !limits.fast) mine.*field.value = CudaDispatch::kNever;
@@ -98,7 +95,8 @@ CudaDispatch agree_on_dispatch(KeyValueStore& store, int rank, int size, const s
   if (rank == 0) {
     for (size_t i = 0; i < kFields; ++i) words[i] = mine.*kCudaDispatchFields[i].value;
     words[kFields] = static_cast<uint64_t>(mine.peer_access) | (mine.any_order ? kAnyOrder : 0) |
-                     (mine.nccl_leaves_p2p ? kNcclLeavesP2p : 0) | (mine.to_measure ? kToMeasure : 0);
+                     (mine.nccl_leaves_p2p ? kNcclLeavesP2p : 0) | (mine.to_measure ? kToMeasure : 0) |
+                     (mine.nccl_of_model ? kNcclOfModel : 0);
     std::vector<uint8_t> told(sizeof words);
     std::memcpy(told.data(), words, sizeof words);
     store.set(limits.key, told);
@@ -116,6 +114,7 @@ CudaDispatch agree_on_dispatch(KeyValueStore& store, int rank, int size, const s
       mine.any_order = (words[kFields] & kAnyOrder) != 0;
       mine.nccl_leaves_p2p = (words[kFields] & kNcclLeavesP2p) != 0;
       mine.to_measure = (words[kFields] & kToMeasure) != 0;
+      mine.nccl_of_model = (words[kFields] & kNcclOfModel) != 0;
       return mine;
     }
     check();

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "collectives/operation.hpp"
 #include "shm/key_value.hpp"
 
 namespace ark {
@@ -55,8 +56,8 @@ struct CudaDispatch {
   uint64_t all_to_all_engine_from = kNever;  // once another operation has created the memory
 
   // PyTorch's NCCL carries whole tensors from these sizes on (process_group/carriers/nccl_entry.hpp). Sums only with
-  // Options::reduction "fast", because NCCL adds in another order. Off by default, because it is a second communicator
-  // with its own memory and threads. `ark tune --cuda` sets them where NCCL is faster.
+  // Options::reduction "fast", because NCCL adds in another order. give_nccl() sets what was measured on some GPU
+  // models, and `ark tune --cuda` what is faster on this machine.
   uint64_t nccl_all_reduce_from = kNever;
   uint64_t nccl_reduce_from = kNever;
   uint64_t nccl_reduce_scatter_from = kNever;
@@ -76,12 +77,17 @@ struct CudaDispatch {
   bool any_order = false;        // sums may be added in any order
   bool nccl_leaves_p2p = false;  // NCCL_P2P_DISABLE is set, so NCCL does not touch peers' memory either
   bool to_measure = false;       // the ranks measure another dispatch before they use the group
+  bool nccl_of_model = false;    // NCCL's sizes are give_nccl()'s
 
   static CudaDispatch measured(int ranks);
   // The measured one with other values in the named fields. Throws Error(invalid_argument) for an unknown name.
   static CudaDispatch measured(int ranks, const std::map<std::string, uint64_t>& numbers);
+  // Gives NCCL the sizes at which it was measured to be faster on this GPU model (nccl_sizes.cpp). The name must be
+  // exact, because another model may have other links.
+  void give_nccl(const std::string& model, int ranks);
   // Adapts the table to host memory: only algorithms that need at most 16 bytes of it at once and no peers' memory.
-  // `by_nccl`: NCCL carries what it does faster, unless a table says otherwise; sums only with equal bits.
+  // `by_nccl`: NCCL carries what it does faster, unless a table says otherwise; sums only with equal bits. What
+  // give_nccl() has set is dropped, because it was measured over peers' memory.
   CudaDispatch through_host(int ranks, bool by_nccl) const;
 };
 
@@ -135,12 +141,29 @@ inline constexpr CudaDispatchField kCudaDispatchFields[] = {
     {"nccl_all_to_all_to", &CudaDispatch::nccl_all_to_all_to},
 };
 
+// The sizes that NCCL carries, by collective; no other collective has any.
+struct NcclSizes {
+  Kind kind;
+  uint64_t CudaDispatch::*from;
+  uint64_t CudaDispatch::*to;
+  bool sums = false;
+};
+inline constexpr NcclSizes kNcclSizes[] = {
+    {Kind::all_reduce, &CudaDispatch::nccl_all_reduce_from, &CudaDispatch::nccl_all_reduce_to, true},
+    {Kind::reduce, &CudaDispatch::nccl_reduce_from, &CudaDispatch::nccl_reduce_to, true},
+    {Kind::reduce_scatter, &CudaDispatch::nccl_reduce_scatter_from, &CudaDispatch::nccl_reduce_scatter_to, true},
+    {Kind::all_gather, &CudaDispatch::nccl_all_gather_from, &CudaDispatch::nccl_all_gather_to},
+    {Kind::broadcast, &CudaDispatch::nccl_broadcast_from, &CudaDispatch::nccl_broadcast_to},
+    {Kind::all_to_all, &CudaDispatch::nccl_all_to_all_from, &CudaDispatch::nccl_all_to_all_to},
+};
+
 // A rule applies to groups of up to max_ranks. The first match decides.
 struct CudaRule {
   int max_ranks;
   CudaDispatch dispatch;
 };
-CudaDispatch choose_dispatch(const std::vector<CudaRule>& rules, int size);
+// Without a match: the measured one. `model`: the GPU's name; empty if NCCL is to have no share by default.
+CudaDispatch choose_dispatch(const std::vector<CudaRule>& rules, int size, const std::string& model = {});
 
 struct DispatchLimits {
   uint64_t buffer_bytes;  // most memory for copy engines
@@ -149,6 +172,7 @@ struct DispatchLimits {
   bool nccl_leaves_p2p = false;
   bool to_measure = false;
   const char* key = "dispatch";  // of the store; another one for each agreement of a group
+  std::string model;             // choose_dispatch's; rank 0's counts
 };
 
 // Collective: returns rank 0's choice, within its limits, on every rank. `check` is called between waits and throws

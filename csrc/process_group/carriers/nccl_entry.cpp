@@ -1,6 +1,8 @@
 // Creates NCCL for an existing group and ends it. shared_communicator.cpp decides what it carries.
 #include "process_group/carriers/nccl_entry.hpp"
 
+#include <algorithm>
+#include <iterator>
 #include <thread>
 
 #include "cuda/driver.hpp"
@@ -10,19 +12,16 @@ namespace ark {
 
 namespace {
 
-struct Range {
-  uint64_t from = CudaDispatch::kNever, to = CudaDispatch::kNever;
-};
-Range range_of(const CudaDispatch& dispatch, Kind kind) {
-  switch (kind) {
-    case Kind::all_reduce: return {dispatch.nccl_all_reduce_from, dispatch.nccl_all_reduce_to};
-    case Kind::reduce: return {dispatch.nccl_reduce_from, dispatch.nccl_reduce_to};
-    case Kind::reduce_scatter: return {dispatch.nccl_reduce_scatter_from, dispatch.nccl_reduce_scatter_to};
-    case Kind::all_gather: return {dispatch.nccl_all_gather_from, dispatch.nccl_all_gather_to};
-    case Kind::broadcast: return {dispatch.nccl_broadcast_from, dispatch.nccl_broadcast_to};
-    case Kind::all_to_all: return {dispatch.nccl_all_to_all_from, dispatch.nccl_all_to_all_to};
-    default: return {};
-  }
+const NcclSizes* sizes_of(Kind kind) {
+  for (const NcclSizes& sizes : kNcclSizes)
+    if (sizes.kind == kind) return &sizes;
+  return nullptr;
+}
+
+std::string text_of(uint64_t bytes) {
+  // The upper bound of a range may be the last byte below a size.
+  const uint64_t kilobytes = (bytes + 1023) >> 10;
+  return kilobytes % 1024 == 0 ? std::to_string(kilobytes >> 10) + " MB" : std::to_string(kilobytes) + " KB";
 }
 
 std::string key_of(int rank) {
@@ -57,14 +56,34 @@ std::shared_ptr<Attempt> apart(const char* what, Body body) {
 }  // namespace
 
 bool NcclEntry::in(const CudaDispatch& dispatch) {
-  for (int kind = 0; kind < kKinds; ++kind)
-    if (range_of(dispatch, static_cast<Kind>(kind)).from != CudaDispatch::kNever) return true;
-  return false;
+  return std::any_of(std::begin(kNcclSizes), std::end(kNcclSizes),
+                     [&](const NcclSizes& sizes) { return dispatch.*sizes.from != CudaDispatch::kNever; });
 }
 
 bool NcclEntry::wants(Kind kind, uint64_t bytes) const {
-  const Range range = range_of(options_.dispatch, kind);
-  return bytes > 0 && bytes >= range.from && bytes <= range.to;
+  const NcclSizes* const sizes = sizes_of(kind);
+  const CudaDispatch& dispatch = options_.dispatch;
+  return sizes != nullptr && bytes > 0 && bytes >= dispatch.*sizes->from && bytes <= dispatch.*sizes->to;
+}
+
+void NcclEntry::count(Kind kind) {
+  carried_.fetch_add(1, std::memory_order_relaxed);
+  carried_kinds_.fetch_or(1u << static_cast<int>(kind), std::memory_order_relaxed);
+}
+
+std::vector<std::string> NcclEntry::news() {
+  const uint32_t carried = carried_kinds_.load(std::memory_order_relaxed);
+  if (told_kinds_.load(std::memory_order_relaxed) == carried) return {};
+  const uint32_t fresh = carried & ~told_kinds_.fetch_or(carried, std::memory_order_relaxed);
+  std::vector<std::string> lines;
+  for (const NcclSizes& sizes : kNcclSizes) {
+    if ((fresh >> static_cast<int>(sizes.kind) & 1) == 0) continue;
+    const uint64_t from = options_.dispatch.*sizes.from, to = options_.dispatch.*sizes.to;
+    lines.push_back("PyTorch's NCCL, measured faster here, carries " + std::string(name_of(sizes.kind)) + " from " +
+                    text_of(from) + (to == CudaDispatch::kNever ? " on" : " to " + text_of(to)) +
+                    " (a table in ARK_DISPATCH replaces these sizes)");
+  }
+  return lines;
 }
 
 // Creates the communicator on a separate thread, because NCCL waits for peers without a time limit and detects no
@@ -115,15 +134,8 @@ void NcclEntry::meet(const Meeting& meeting) {
     state_.store(State::refused, std::memory_order_release);  // the group has failed
     throw;
   }
-  if (options_.rank == 0 && meeting.log) {
-    if (why.empty()) {
-      meeting.log(
-          "PyTorch's NCCL, measured faster here, carries collectives of some sizes (ARK_DISPATCH's nccl_..._from and "
-          "_to, or reduction=\"fast\")");
-    } else {
-      meeting.log("ark carries what was to be PyTorch's NCCL's, since that could not be made: " + why);
-    }
-  }
+  if (!why.empty() && options_.rank == 0 && meeting.log)
+    meeting.log("ark carries what was to be PyTorch's NCCL's, since that could not be made: " + why);
   state_.store(why.empty() ? State::ready : State::refused, std::memory_order_release);
 }
 

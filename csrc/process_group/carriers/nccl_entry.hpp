@@ -57,7 +57,9 @@ class NcclEntry {
   BackendPtr backend() const { return ready() ? backend_ : nullptr; }
   uint64_t carried() const { return carried_.load(std::memory_order_relaxed); }
 
-  void count() { carried_.fetch_add(1, std::memory_order_relaxed); }
+  void count(Kind kind);
+  // One line for people about each collective that NCCL has carried, once. From any thread.
+  std::vector<std::string> news();
 
   const Options& options() const { return options_; }
   // Makes NCCL's kernels leave, and returns at once. From any thread.
@@ -74,6 +76,7 @@ class NcclEntry {
   std::atomic<State> state_{State::unmade};
   BackendPtr backend_;  // written before state_ becomes ready
   std::atomic<uint64_t> carried_{0};
+  std::atomic<uint32_t> carried_kinds_{0}, told_kinds_{0};  // a bit for each Kind
   std::atomic<bool> aborted_{false};
 };
 
@@ -99,7 +102,7 @@ class SharedCommunicator final : public Communicator {
   // Returns NCCL if it should carry this operation, else null.
   NcclEntry::BackendPtr carrier(Kind kind, uint64_t bytes) const;
   NcclEntry::BackendPtr reducer(const Operation& operation, Kind kind, uint64_t bytes) const;
-  void carry(c10d::Backend& nccl, const Operation& operation, Call call);
+  void carry(c10d::Backend& nccl, Kind kind, const Operation& operation, Call call);
   at::Tensor at(const void* data, size_t count, at::ScalarType type = at::kByte) const;
   template <class Pointer>
   std::vector<at::Tensor> all_at(Pointer const* places, size_t count, at::ScalarType type = at::kByte) const;

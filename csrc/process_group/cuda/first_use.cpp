@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "cuda/driver.hpp"
 #include "process_group/cuda/cuda_group.hpp"
 #include "process_group/process_group_ark.hpp"
 
@@ -27,6 +28,9 @@ CudaDispatch ProcessGroupArk::find_dispatch(KeyValueStore& store, c10::Device de
                                             const std::function<Check()>& make_check) {
   std::vector<CudaRule> rules = options_->cuda_dispatch;
   DispatchLimits limits = cuda_limits();
+  // NCCL's default share was measured with one GPU a rank, and needs peers' memory.
+  if (rank_ == 0 && size_ > 1 && options_->make_cuda_carrier && !options_->share_gpu && !options_->nccl_leaves_p2p)
+    limits.model = device_name(device.index());
   // Ranks that share a GPU wait for each other's slices of time, so that figures would mean nothing.
   const bool free = rank_ == 0 && size_ > 1 && !options_->share_gpu && !has_rule(rules, size_);
   if (free && options_->known_dispatch && options_->measure_dispatch) {

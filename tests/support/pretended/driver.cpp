@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <utility>
 
 #include "collectives/cuda/cuda_communicator.hpp"
@@ -38,6 +39,7 @@ thread_local void* context = nullptr;
 using UserObject = std::pair<CUhostFn, void*>;
 std::mutex graphs_mutex;
 std::multimap<uint64_t, UserObject> held;
+std::string model = "pretended GPU";  // set before the threads that ask
 std::atomic<bool> refuses_to_hold{false};
 
 uint64_t take(size_t bytes) {
@@ -57,6 +59,9 @@ void pretend_memory_for_nics(int offered) {
 }
 void pretend_capability(int major_and_minor) {
   capability = major_and_minor;
+}
+void pretend_model(const char* name) {
+  model = name;
 }
 void pretend_version(int value) {
   version = value;
@@ -122,7 +127,7 @@ CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice
   return CUDA_SUCCESS;
 }
 CUresult cuDeviceGetName(char* name, int bytes, CUdevice) {
-  std::snprintf(name, static_cast<size_t>(bytes), "pretended GPU");
+  std::snprintf(name, static_cast<size_t>(bytes), "%s", model.c_str());
   return CUDA_SUCCESS;
 }
 CUresult cuDeviceGetUuid_v2(CUuuid* uuid, CUdevice device) {

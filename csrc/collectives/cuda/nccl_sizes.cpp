@@ -1,0 +1,42 @@
+// Sizes at which PyTorch's NCCL was measured to be faster than ark, by GPU model, number of ranks and collective.
+//
+// A group on such GPUs leaves them to NCCL by default; a rule of ARK_DISPATCH replaces this table. Measured in CUDA
+// graphs, without other work beside (docs/performance.md, docs/performance-four.md). What is not listed stays with ark:
+// it is faster there, or was not measured. all_gathers of 24 MB and more on two ranks are not listed, although NCCL
+// is level with ark's rings alone, because copy engines slow down computation beside them less.
+#include "collectives/cuda/cuda_dispatch.hpp"
+
+namespace ark {
+
+namespace {
+
+constexpr uint64_t kMB = 1 << 20;
+
+struct Row {
+  const char* model;  // as the CUDA driver names it
+  int ranks;
+  Kind kind;
+  uint64_t from, to = CudaDispatch::kNever;
+};
+// Sums only count with Options::reduction "fast".
+constexpr Row kFaster[] = {
+    {"NVIDIA H200", 2, Kind::all_gather, 16 * kMB, 24 * kMB - 1},
+    {"NVIDIA H200", 2, Kind::all_to_all, 128 * kMB},
+    {"NVIDIA H200", 2, Kind::broadcast, 128 * kMB},
+    {"NVIDIA H200", 4, Kind::all_to_all, 64 * kMB},
+    {"NVIDIA H200", 4, Kind::all_reduce, 16 * kMB},
+    {"NVIDIA H200", 4, Kind::reduce_scatter, 16 * kMB},
+};
+
+}  // namespace
+
+void CudaDispatch::give_nccl(const std::string& model, int ranks) {
+  for (const Row& row : kFaster) {
+    if (model != row.model || ranks != row.ranks) continue;
+    for (const NcclSizes& sizes : kNcclSizes)
+      if (sizes.kind == row.kind) this->*sizes.from = row.from, this->*sizes.to = row.to;
+    nccl_of_model = true;
+  }
+}
+
+}  // namespace ark
