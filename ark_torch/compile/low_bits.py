@@ -32,6 +32,7 @@ from ark_torch.compile.decoding import (
 from ark_torch.compile.ir import Strided, Unsupported
 
 MOST_ROWS = 16  # on a GPU: kTensorRows of kernels/cuda/loop
+LINE = 16  # float8 rows are multiplied as such if they are of a multiple of this
 GROUPS = 32  # the size of a group is a multiple of this
 CODES = {torch.int8: "int8", torch.uint8: "int4", torch.float8_e4m3fn: "float8"}
 PACKED = aten._weight_int4pack_mm_for_cpu.default
@@ -67,9 +68,15 @@ def weight_of(product: Node) -> Weight | None:
     return weight
 
 
-def mark(graph: Graph) -> list[str]:
+def multiplies_float8(weight: Weight, rows: int) -> bool:
+    """Whether a product of float8 rows with the weight is one of float8 numbers, not one of decoded weights."""
+    depth = weight.codes.shape[0]
+    return rows > MOST_ROWS and depth % LINE == 0 and weight.groups == 1 and not weight.decoded.unpacked
+
+
+def mark(graph: Graph, forced: bool = False) -> list[str]:
     """Marks products and the operators that decode their weights. Returns how many there are of each form, and why
-    others are not fused."""
+    others are not fused. `forced`: ark runs all that it can, also what was not measured to be faster."""
     told: Counter[str] = Counter()
     found: dict[Node, Weight] = {}
     coded: dict[Node, bool] = {}
@@ -81,7 +88,7 @@ def mark(graph: Graph) -> list[str]:
                 product.meta[_WEIGHT] = _OWN[product.target](product)
                 told[f"product of {weight_of(product)}"] += 1
             elif product.target in scaled_products.OPERATORS:
-                found[product] = _scaled(product, written)
+                found[product] = _scaled(product, written, forced)
             elif product.target in (aten.mm.default, aten.addmm.default) and may_decode(product.args[-1], coded):
                 found[product] = weight_of_product(product)
         except (NotTaken, Unsupported) as reason:
@@ -110,24 +117,45 @@ def _weight_argument(product: Node) -> Node:
     return weight
 
 
-def _check_rows(product: Node) -> None:
+def _rows_of(product: Node) -> tuple[int, torch.device]:
     value = tensor_of(product)
     if value is None or any(type(n) is not int for n in value.shape):
         raise NotTaken("its sizes are symbolic")
-    if value.device.type == "cuda" and value.shape[0] > MOST_ROWS:
-        raise NotTaken(f"it has more than {MOST_ROWS} rows ({value.shape[0]})")
+    return value.shape[0], value.device
 
 
-def _scaled(product: Node, written: set[Node]) -> Weight:
+def _check_rows(product: Node) -> None:
+    rows, device = _rows_of(product)
+    if device.type == "cuda" and rows > MOST_ROWS:
+        raise NotTaken(f"it has more than {MOST_ROWS} rows ({rows})")
+
+
+def _check_float8(product: Node, weight: Weight, forced: bool) -> None:
+    """Raises NotTaken if a GPU has no kernel for many float8 rows, or one that nobody has measured yet: then only those
+    who force ark get it."""
+    rows, device = _rows_of(product)
+    if device.type != "cuda" or rows <= MOST_ROWS:
+        return
+    if not multiplies_float8(weight, rows):
+        raise NotTaken(f"it has more than {MOST_ROWS} rows ({rows}), of a depth that is no multiple of {LINE}")
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        raise NotTaken(f"it has more than {MOST_ROWS} rows ({rows}), and its GPU is not of compute capability 9.0")
+    if not forced:
+        raise NotTaken(f'it has more than {MOST_ROWS} rows ({rows}), and options={{"choose": "ark"}} is not given')
+
+
+def _scaled(product: Node, written: set[Node], forced: bool) -> Weight:
     """The weight of a product of float8 rows (scaled_products.py)."""
-    _check_rows(product)
+    _rows_of(product)
     scaled_products.check_rows(product, written)
     decoded, scale = follow(_weight_argument(product)), leaf_of(scaled_products.parts_of(product).weight_scale)
     if decoded is None or decoded.scale is not None or decoded.zero is not None:
         raise NotTaken("its weights are not given to the graph as float8")
     if scale is None:
         raise NotTaken("its scales are computed in the graph")
-    return _as_matrix(scaled_by(decoded, scale))
+    weight = _as_matrix(scaled_by(decoded, scale))
+    _check_float8(product, weight, forced)
+    return weight
 
 
 def of_bytes(product: Node) -> Weight:

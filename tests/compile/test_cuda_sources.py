@@ -236,6 +236,35 @@ def test_coded_weights(sources: Sources, compiled: Any, rows: int, dtype: torch.
     sources.check()
 
 
+@pytest.mark.by_day("sm_90a-exact-bfloat16")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("fast", [False, True], ids=["exact", "fast"])
+def test_float8_rows(sources: Sources, compiled: Any, fast: bool, dtype: torch.dtype) -> None:
+    """Every shape of tile, and a bias with an activation behind it."""
+    if sources.arch != "sm_90a":
+        pytest.skip("others have no kernel for them: Inductor multiplies")
+    f8, depth = torch.float8_e4m3fn, 272
+    sizes = [(17, 48), (150, 2048), (1024, 3072), (2048, 2048)]
+    weights = [torch.randn(n, depth).to(f8) for _, n in sizes]
+    scales = [(torch.rand(m, 1), torch.rand(1, n)) for m, n in sizes]
+    bias = torch.randn(48).to(dtype) if dtype != torch.float32 else None  # PyTorch adds none to float32
+
+    def call(rows: list[Tensor]) -> list[Tensor]:
+        products = []
+        for i, (x, w, (a, b)) in enumerate(zip(rows, weights, scales, strict=True)):
+            add = None if i else bias
+            product = torch._scaled_mm(x.to(f8), w.t(), a, b, bias=add, out_dtype=dtype, use_fast_accum=fast)
+            products.append(product if i else F.gelu(product))
+        return products
+
+    compiled(call, dynamic=False, minimum=1, fallback=False)[0]([torch.randn(m, depth) for m, _ in sizes])
+    assert any(one.startswith("scaled_mm+") for one in sources.stages())
+    [source] = sources.found
+    tiles = set(re.findall(rf"scaled_product<\d+, s, (\d+, \d+), {str(fast).lower()}>", source))
+    assert tiles == {"64, 32", "64, 64", "128, 96" if fast else "128, 64", "128, 128"}
+    sources.check()
+
+
 @pytest.mark.by_day("sm_90a-1-int4")
 @pytest.mark.parametrize("form", ["int8", "int4", "float8", "float8-dynamic"])
 @pytest.mark.parametrize("batch", [1, 2, 8, 16])

@@ -111,6 +111,10 @@ struct MatmulStage {
   std::vector<RowProgram::Instruction> finish = {};
   // Set if the value at `out` is the sum over ranks.
   Push push = {};
+  // Set for products of float8 rows with float8 weights: values [m, 1] and [1, n], which multiply each sum before the
+  // bias is added. `fast_accum`: see graph.hpp.
+  int scale_a = -1, scale_b = -1;
+  bool fast_accum = false;
   // Set for quantized weights. Such products have one batch and are cut by columns, or on a CPU by rows.
   Codes codes = {};
 };

@@ -64,6 +64,7 @@ std::vector<Stage> tile_matmuls(Graph& graph, std::vector<Stage> stages, const T
       auto& body = std::get<MatmulStage>(part.body);
       body.a = rows_of(graph, body.a, begin, end);
       if (body.bias >= 0) body.bias = rows_of(graph, body.bias, begin, end);
+      if (body.scale_a >= 0) body.scale_a = rows_of(graph, body.scale_a, begin, end);
       body.out = rows_of(graph, body.out, begin, end);
       body.m = end - begin;
       body.tile_rows = tile.rows;

@@ -19,12 +19,12 @@ inline constexpr uint32 kRowPart = 64;  // indices
 #if defined(__CUDACC__)
 
 // Adds the entries [from, from + count) of the sorted list to `total`, in order. All threads of a warp call it; its
-// groups may have different counts and tables.
-template <class Format, class Index, bool kWide, int kLanes, bool kMean>
+// groups may have different counts and tables. kMost: rows whose loads are in flight at once.
+template <class Format, class Index, bool kWide, int kLanes, bool kMean, int kMost = kMostAhead>
 __device__ __forceinline__ void sum_part(const RowSumParams& p, const RowTable& table, const char* column, bool active,
                                          uint32 from, uint32 count, float (&total)[BagAccess<Format, kWide>::kValues]) {
   using Access = BagAccess<Format, kWide>;
-  constexpr int kAhead = kLanes < kMostAhead ? kLanes : kMostAhead;
+  constexpr int kAhead = kLanes < kMost ? kLanes : kMost;
   constexpr uint32 kAll = ~0u;
   const uint32 lane = threadIdx.x % kLanes;
   const uint32 longest = kLanes == 32 ? count : __reduce_max_sync(kAll, count);
@@ -185,6 +185,8 @@ __device__ __forceinline__ void sum_crowded_rows(const RowSumParams& p) {
   using Access = BagAccess<Format, kWide>;
   constexpr int kValues = Access::kValues;
   constexpr uint32 kGroups = kBagThreads / kLanes;
+  // Division is a function, which leaves few registers for what is in flight.
+  constexpr int kMost = kMean ? kMostAhead / 2 : kMostAhead;
   __shared__ float parts[kGroups][kLanes * kValues];
   const uint32 lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes, rows = *p.crowded;
   for (uint32 i = blockIdx.x; i < rows; i += gridDim.x) {
@@ -205,9 +207,9 @@ __device__ __forceinline__ void sum_crowded_rows(const RowSumParams& p) {
             const uint32 from = begin + group * kRowPart;
             float part[kValues];
             ARK_UNROLL for (int v = 0; v < kValues; ++v) part[v] = 0.0f;
-            sum_part<Format, Index, kWide, kLanes, kMean>(p, table, column_of<Access>(p, t, unit), unit < p.units,
-                                                          first + from,
-                                                          from < entries ? min(entries - from, kRowPart) : 0, part);
+            sum_part<Format, Index, kWide, kLanes, kMean, kMost>(
+                p, table, column_of<Access>(p, t, unit), unit < p.units, first + from,
+                from < entries ? min(entries - from, kRowPart) : 0, part);
             ARK_UNROLL for (int v = 0; v < kValues; ++v) parts[group][lane * kValues + v] = part[v];
             __syncthreads();
             const uint32 there = min((entries - begin + kRowPart - 1) / kRowPart, kGroups);

@@ -92,6 +92,7 @@ class CudaEmitter {
     include("dequant", [](const Stage& one) {
       return std::ranges::any_of(matmuls_of(one), [](const MatmulStage& product) { return product.codes.bits != 0; });
     });
+    include("scaled", multiplies_float8);
     include("products", [](const Stage& one) { return std::holds_alternative<ProductsStage>(one.body); });
     include("attention", [](const Stage& one) { return attention_of(one) != nullptr; });
     include("gather", [](const Stage& one) {
