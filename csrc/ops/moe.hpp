@@ -39,7 +39,7 @@ struct MoeDispatch {
   int64_t trained = 0;
   // Only for moe_layer.
   std::optional<at::Tensor> weights = {}, w1 = {}, w2 = {};
-  std::string activation = {}, form = "auto";
+  std::string activation = {};
 
   const char* name() const { return w1 ? "moe_layer" : "moe_dispatch"; }
 };
@@ -103,15 +103,6 @@ at::Tensor moe_gather_cpu(const MoeRows& call, ProcessGroupArk& group);
 at::Tensor moe_gather_cuda(const MoeRows& call, ProcessGroupArk& group);
 // Runs the layer in one go for experts that need no host. Returns nothing if it cannot move the rows.
 std::optional<at::Tensor> moe_layer_cuda(const MoeDispatch& call, ProcessGroupArk& group);
-// The same in one kernel (moe_fused.cpp).
-std::optional<at::Tensor> moe_layer_fused(const MoeDispatch& call, ProcessGroupArk& group);
-// Has later launches of that kernel in this process write their times (device::MoeStamp) to `stamps`, int64
-// [blocks, 14, 2] on the device; none: no more.
-void moe_layer_profile(const std::optional<at::Tensor>& stamps);
-// Why that kernel cannot take the call; empty: it can.
-std::string why_not_fused(const MoeDispatch& call);
-// Whether it is the faster form by measurement, for a call that it can take.
-bool prefers_fused(const MoeDispatch& call);
 MoeDispatched moe_dispatch_unfused(const MoeDispatch& call, ProcessGroupArk& group);
 at::Tensor moe_scatter_unfused(const MoeRows& call, ProcessGroupArk& group);
 at::Tensor moe_gather_unfused(const MoeRows& call, ProcessGroupArk& group);

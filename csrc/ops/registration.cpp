@@ -129,9 +129,9 @@ std::vector<int64_t> moe_layout(const at::Tensor& x, const at::Tensor& topk_ids,
 ark::ops::MoeLayer moe_layer(const at::Tensor& x, const at::Tensor& topk_ids, const at::Tensor& weights,
                              const at::Tensor& w1, const at::Tensor& w2, c10::string_view group, int64_t num_experts,
                              c10::string_view activation, int64_t max_tokens, int64_t max_rows, bool met,
-                             int64_t trained, c10::string_view form) {
+                             int64_t trained) {
   return ark::ops::moe_layer({x, topk_ids, std::string(group), num_experts, max_tokens, max_rows, met, trained, weights,
-                              w1, w2, std::string(activation), std::string(form)},
+                              w1, w2, std::string(activation)},
                              trained != 0);
 }
 
@@ -254,9 +254,8 @@ TORCH_LIBRARY(ark, library) {
       "Tensor? topk_weights, Tensor? w1, Tensor? w2, str activation) -> int[]");
   library.def(
       "moe_layer(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w1, Tensor w2, str group_name, "
-      "int num_experts, str activation, SymInt max_tokens, SymInt max_rows, bool met, int trained, str form='auto') -> "
+      "int num_experts, str activation, SymInt max_tokens, SymInt max_rows, bool met, int trained) -> "
       "(Tensor out, Tensor rows, Tensor counts, Tensor places, Tensor rank_counts, Tensor y)");
-  library.def("moe_layer_profile(Tensor(a!)? stamps) -> ()");
   library.def(
       "moe_dispatch(Tensor x, Tensor topk_ids, str group_name, int num_experts, SymInt max_tokens, SymInt max_rows, "
       "bool met, int trained) -> (Tensor rows, Tensor counts, Tensor places, Tensor rank_counts)");
@@ -299,7 +298,6 @@ TORCH_LIBRARY_IMPL(ark, CompositeExplicitAutograd, library) {
   library.impl("moe_layout", &moe_layout);
   library.impl("moe_dispatch", &moe_dispatch);
   library.impl("moe_layer", &moe_layer);
-  library.impl("moe_layer_profile", &ark::ops::moe_layer_profile);
   library.impl("moe_scatter", &moe_scatter);
   library.impl("moe_gather", &moe_gather);
   library.impl("moe_experts", &moe_experts);

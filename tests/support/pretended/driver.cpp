@@ -18,7 +18,7 @@
 #include "cuda/add.cuh"
 #include "cuda/between.cuh"
 #include "cuda/fused/matmul.cuh"
-#include "cuda/fused/moe_layer.cuh"
+#include "cuda/fused/moe_product.cuh"
 #include "cuda/fused/moe_rows.cuh"
 #include "cuda/loop/launch.cuh"
 #include "cuda/one_shot.cuh"
@@ -166,23 +166,14 @@ CUresult cuFuncGetParamInfo(CUfunction function, size_t, size_t* offset, size_t*
   const struct {
     const char* name;
     size_t bytes;
-  } known[] = {{"one_shot", sizeof(device::OneShotParams)},
-               {"move", sizeof(device::MoveParams)},
-               {"two_shot", sizeof(device::TwoShotParams)},
-               {"add", sizeof(device::AddParams)},
-               {"loop_kernel", sizeof(loop::Launch<1>)},
-               {"matmul", sizeof(device::MatmulParams)},
-               {"moe_dispatch", sizeof(device::MoeParams)},
-               {"moe_scatter", sizeof(device::MoeParams)},
-               {"moe_gather", sizeof(device::MoeParams)},
-               {"moe_settle", sizeof(device::SettleParams)},
-               {"moe_product", sizeof(device::MoeProductParams)},
-               {"moe_layer", sizeof(device::MoeLayerParams)},
-               {"between_move", sizeof(device::BetweenParams)},
-               {"between_add", sizeof(device::BetweenParams)},
-               {"between_add_wide", sizeof(device::BetweenParams)},
-               {"bulk_two_shot", sizeof(device::TwoShotParams)},
-               {"peer_test", sizeof(device::PeerTestParams)}};
+  } known[] = {{"one_shot", sizeof(device::OneShotParams)},       {"move", sizeof(device::MoveParams)},
+               {"two_shot", sizeof(device::TwoShotParams)},       {"add", sizeof(device::AddParams)},
+               {"loop_kernel", sizeof(loop::Launch<1>)},          {"matmul", sizeof(device::MatmulParams)},
+               {"moe_dispatch", sizeof(device::MoeParams)},       {"moe_scatter", sizeof(device::MoeParams)},
+               {"moe_gather", sizeof(device::MoeParams)},         {"moe_settle", sizeof(device::SettleParams)},
+               {"moe_product", sizeof(device::MoeProductParams)}, {"between_move", sizeof(device::BetweenParams)},
+               {"between_add", sizeof(device::BetweenParams)},    {"between_add_wide", sizeof(device::BetweenParams)},
+               {"bulk_two_shot", sizeof(device::TwoShotParams)},  {"peer_test", sizeof(device::PeerTestParams)}};
   *offset = *bytes = 0;
   for (const auto& one : known)
     if (std::strcmp(one.name, reinterpret_cast<const char*>(function)) == 0) *bytes = one.bytes;
