@@ -62,6 +62,14 @@ __device__ __forceinline__ void lay_line(uint32 to, const Line16& line) {
                "r"(line.words[2]), "r"(line.words[3])
                : "memory");
 }
+__device__ __forceinline__ Line16 laid_line(uint32 from) {
+  Line16 line;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(line.words[0]), "=r"(line.words[1]), "=r"(line.words[2]), "=r"(line.words[3])
+               : "r"(from)
+               : "memory");
+  return line;
+}
 __device__ __forceinline__ void engine_store(char* to, uint32 from, uint32 bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
                : "memory");
