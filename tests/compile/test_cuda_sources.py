@@ -345,6 +345,42 @@ def test_collectives(arch: str, ranks: int, dtype: str, size: int) -> None:
     assert kernel["name"] == "loop_kernel" and 0 < kernel["registers"] <= 128 and kernel["spilled"] == 0
 
 
+@pytest.mark.by_day("sm_90a-2-2-bfloat16-sum")
+@pytest.mark.parametrize(
+    "arch, nodes, places, dtype, reduce_op",
+    [
+        ("sm_90a", 2, 2, "bfloat16", "sum"),
+        ("sm_90a", 2, 1, "float32", "avg"),
+        ("sm_90a", 4, 8, "float16", "avg"),
+        ("sm_80", 2, 1, "bfloat16", "sum"),
+        ("sm_80", 2, 4, "float32", "sum"),
+    ],
+)
+def test_sums_over_nodes(arch: str, nodes: int, places: int, dtype: str, reduce_op: str) -> None:
+    """A product's sum over several nodes: its tiles are messages."""
+    graph, rows, width, size = _C.plan.Graph(), 4, 4096, 4 if dtype == "float32" else 2
+
+    def value(kind: str, argument: int, rows: int = rows, turned: bool = False) -> int:
+        strides = [1, width] if turned else [width, 1]
+        return graph.value(graph.buffer(kind, argument, rows * width * size), dtype, [rows, width], strides)
+
+    x, weights = value("input", 0), value("input", 1, width, True)
+    for one in (x, weights):
+        graph.argument(one)
+    part, total, result = value("temporary", -1), value("temporary", -1), value("output", 0)
+    attributes = {"group": 0, "ranks": nodes * places, "nodes": nodes, "reduce_op": reduce_op}
+    graph.node("matmul", [x, weights], [part], {}, "first")
+    graph.node("all_reduce", [part], [total], attributes, "sum")
+    graph.node("neg", [total], [result], {}, "neg")
+    graph.output(result)
+    _jit.configure()
+    source = _C.plan.cuda_source(graph, arch, MULTIPROCESSORS)
+    short = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[dtype]
+    assert f"all_reduce_between<ark::device::DType::{short}, ark::device::ReduceOp::{reduce_op}, {places}>" in source
+    _, [kernel] = _C._compile_kernel(source, arch, fuse=True, may_spill=False)
+    assert kernel["name"] == "loop_kernel" and 0 < kernel["registers"] <= 128 and kernel["spilled"] == 0
+
+
 @pytest.mark.by_day("sm_90a-2-bfloat16-2")
 @pytest.mark.parametrize(
     "arch, ranks, dtype, size", [("sm_90a", 2, "bfloat16", 2), ("sm_90a", 8, "float16", 2), ("sm_80", 4, "float32", 4)]

@@ -206,6 +206,10 @@ struct CollectiveStage {
   int number = 0;               // counts from 1, in the graph's order
   int64_t place = 0, half = 0;  // in the memory shared by ranks: offset of its packets, and distance to those of every
                                 // other step
+  // Over several nodes: an all_reduce whose tiles send the node's sum to the others (kernels/cuda/loop/between.cuh).
+  // `ranks` are then those of a node. `lane`: of its first chunk; `chunk`: bytes of a part. `nodes` 1: on one node.
+  int nodes = 1, lane = 0;
+  int64_t chunk = 0;
 };
 
 // The end of a step in multi-step plans: every worker reads the value once per step, wherever that is in its queue, and

@@ -177,7 +177,7 @@ void emit(FunctionWriter& to, const MatmulStage& matmul) {
 
 namespace {
 
-// After the operands come the place of the packets and the collective's number.
+// After the operands come the place of the packets and the collective's number; over several nodes its lane, too.
 void emit_exchange(FunctionWriter& to, const CollectiveStage& collective, const std::string& input,
                    const std::string& output) {
   if (collective.ranks == 0) to.refuse("the size of its group is not known");
@@ -195,6 +195,12 @@ void emit_exchange(FunctionWriter& to, const CollectiveStage& collective, const 
   }
   const std::string bytes = size == 1 ? "" : formatted(" * {}", size);
   const size_t operands = to.operands().size();
+  if (collective.nodes > 1)
+    return to.line(
+        "all_reduce_between<ark::device::DType::{0}, ark::device::ReduceOp::{1}, {2}>(context, {3}, {4}, p[{5}], "
+        "p[{6}], p[{7}], {8}, {9}, {10}, begin{11}, end{11});",
+        type, node.text("reduce_op"), collective.ranks, input, output, operands, operands + 1, operands + 2,
+        collective.half, collective.chunk, to.stage().extent * size, bytes);
   to.line(
       "exchange<Exchange::{0}, ark::device::DType::{1}, ark::device::ReduceOp::{2}, {3}>(context, {4}, {5}, p[{6}], "
       "p[{7}], {8}, {9}, begin{10}, end{10});",

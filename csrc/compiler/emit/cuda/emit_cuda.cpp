@@ -103,6 +103,10 @@ class CudaEmitter {
     include("scan", [](const Stage& one) { return std::holds_alternative<ScanStage>(one.body); });
     include("bag", [](const Stage& one) { return std::holds_alternative<BagStage>(one.body); });
     include("collective", [](const Stage& one) { return std::holds_alternative<CollectiveStage>(one.body); });
+    include("between", [](const Stage& one) {
+      const auto* const body = std::get_if<CollectiveStage>(&one.body);
+      return body != nullptr && body->nodes > 1;
+    });
     include("experts", [](const Stage& one) { return std::holds_alternative<ExpertsStage>(one.body); });
     return text;
   }
@@ -136,6 +140,7 @@ class CudaEmitter {
         append(out, "{{Operand::packets, 0, 0, {}}}, {{Operand::packets, 0, 0, {}}}, ", collective->place,
                collective->number);
         count += 2;
+        if (collective->nodes > 1) append(out, "{{Operand::packets, 0, 0, {}}}, ", collective->lane), ++count;
       }
       append(out, " // {}: stage {}, {}\n", first.back(), units[i].stage, in_comment(stage.name));
     }
