@@ -152,34 +152,30 @@ struct MoeProduct {
     }
   }
 
-  // erff of 128 sums at once needs more registers than a thread has, so ungated GELU follows the sums, word by word.
-  static constexpr bool kActivatesLater = kActivation == MoeActivation::gelu && !kGated;
-
-  template <bool kActivated = true>
-  static __device__ __forceinline__ uint32 finished(const float* one, const float* other) {
-    float x[2] = {one[0], one[1]};
-    if constexpr (kActivation != MoeActivation::none && kActivated) {
-      Format::round(x);
+  // The results of two sums, which are rounded.
+  static __device__ __forceinline__ uint32 finished(float* x, const float* factor) {
+    if constexpr (kActivation != MoeActivation::none) {
       ARK_UNROLL for (int i = 0; i < 2; ++i) x[i] = activated<kActivation>(x[i]);
     }
     if constexpr (kGated) {
-      float factor[2] = {other[0], other[1]};
-      Format::round(x), Format::round(factor);
+      Format::round(x);
       ARK_UNROLL for (int i = 0; i < 2; ++i) x[i] = multiply(x[i], factor[i]);
     }
     return Format::encode(x);
   }
 
-  // Activates the words that this thread laid down from `to` on.
-  static __device__ __forceinline__ void activate_later(uint32 to) {
-    ARK_ROLLED for (int i = 0; i < kOut / 4; ++i) {
+  // Finishes the words that this thread laid down from `to` on, some at a time: activations of all sums at once would
+  // need more registers than there are.
+  static __device__ __forceinline__ void finish(uint32 to) {
+#pragma unroll 4
+    for (int i = 0; i < kOut / 4; ++i) {
       const uint32 at = to + 8 * (i % 2) * kShape.pitch() + i / 2 * 16;
-      uint32 word;
-      float x[2];
+      uint32 word, other = 0;
+      float x[2], factor[2];
       asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(at) : "memory");
-      Format::decode(word, x);
-      ARK_UNROLL for (int e = 0; e < 2; ++e) x[e] = activated<kActivation>(x[e]);
-      asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(Format::encode(x)) : "memory");
+      if constexpr (kGated) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(other) : "r"(at + kOut * 2) : "memory");
+      Format::decode(word, x), Format::decode(other, factor);
+      asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(finished(x, factor)) : "memory");
     }
   }
 
@@ -189,11 +185,10 @@ struct MoeProduct {
     constexpr uint32 kLines = kOut / 8;  // of 16 bytes, in a row
     __syncwarp();                        // all lanes have read the rows before these
     const uint32 to = laid_at(warp) + lane() / 4 * kShape.pitch() + lane() % 4 * 4;
-    constexpr int kFactor = kGated ? kOver / 2 : 0;
-    ARK_UNROLL for (int j = 0; j < kOut / 8; ++j) ARK_UNROLL for (int h = 0; h < 2; ++h) asm volatile(
+    ARK_UNROLL for (int j = 0; j < kOver; ++j) ARK_UNROLL for (int h = 0; h < 2; ++h) asm volatile(
         "st.shared.u32 [%0], %1;" ::"r"(to + 8 * h * kShape.pitch() + j * 16),
-        "r"(finished<!kActivatesLater>(&sums[j][2 * h], &sums[j + kFactor][2 * h])) : "memory");
-    if constexpr (kActivatesLater) activate_later(to);
+        "r"(Format::encode(&sums[j][2 * h])) : "memory");
+    if constexpr (kGated || kActivation != MoeActivation::none) finish(to);
     __syncwarp();
     const uint32 rows = tile.rows - warp * 16, lines = min(static_cast<uint32>(kOut), p.columns - tile.column) / 8;
     char* const out = p.out + uint64{tile.row + warp * 16} * p.out_bytes + tile.column * 2;
