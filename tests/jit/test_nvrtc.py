@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from random import Random
 
@@ -23,6 +23,8 @@ from ark_torch.tools.compile_kernels import Result
 
 ARCHITECTURES = list(compile_kernels.ARCHITECTURES)
 CORES = len(os.sched_getaffinity(0))
+# Each instantiation: up to 300 compilations of a second, or several seconds where other tests have the cores.
+EVERY = pytest.param(True, marks=[pytest.mark.nightly, pytest.mark.timeout(1800)])
 
 
 def installed(package: str) -> bool:
@@ -54,6 +56,13 @@ def check(results: Iterable[Result]) -> None:
     assert compiled > 0
 
 
+def results_of(pattern: str, every: bool) -> Iterator[Result]:
+    """Kernels for Hopper whose names match: one of each kind, or each instantiation."""
+    for result in compile_kernels.compile_all(compile_kernels.jobs_of([HOPPER], pattern, every), CORES):
+        assert not result.error, f"{result.job.name}: {result.error}"
+        yield result
+
+
 @pytest.mark.changed("ark_torch/kernels/*", "csrc/*stub*")
 @pytest.mark.parametrize(
     "arch", [pytest.param(arch, marks=() if arch == HOPPER else pytest.mark.nightly) for arch in ARCHITECTURES]
@@ -64,51 +73,52 @@ def test_each_kind_of_kernel_compiles(arch: str) -> None:
 
 
 @pytest.mark.changed("ark_torch/kernels/*", "csrc/jit/*")
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("every", [False, EVERY])
 def test_products_keep_their_sums_in_registers(every: bool) -> None:
     """A thread that multiplies 64 rows holds up to 128 sums, none of which may spill to memory."""
     found = 0
-    for job in compile_kernels.jobs_of([HOPPER], "^(matmul|moe_product)_", every):
-        result = compile_kernels.compile_one(job)
+    for result in results_of("^(matmul|moe_product)_", every):
         [kernel] = result.kernels
-        name = next(name for name in ("matmul", "moe_product") if job.name.startswith(name))
-        assert (kernel["name"], kernel["spilled"], kernel["stack"]) == (name, 0, 0), job.name
-        assert kernel["registers"] > 32, f"{job.name} is compiled for Hopper, and has no instructions"
+        name = next(name for name in ("matmul", "moe_product") if result.job.name.startswith(name))
+        assert (kernel["name"], kernel["spilled"], kernel["stack"]) == (name, 0, 0), result.job.name
+        assert kernel["registers"] > 32, f"{result.job.name} is compiled for Hopper, and has no instructions"
         found += 1
     assert found == (48 + 72 if every else 5 + 3)
 
 
 @pytest.mark.changed("ark_torch/kernels/*", "csrc/jit/*")
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("every", [False, EVERY])
 def test_rows_of_experts_stay_out_of_memory(every: bool) -> None:
-    jobs = compile_kernels.jobs_of([HOPPER], "^moe_(dispatch|rows)_", every)
-    assert len(jobs) == (18 if every else 9)
-    for job in jobs:
-        for kernel in compile_kernels.compile_one(job).kernels:
-            assert (kernel["spilled"], kernel["stack"]) == (0, 0), (job.name, kernel["name"])
+    found = 0
+    for result in results_of("^moe_(dispatch|rows)_", every):
+        for kernel in result.kernels:
+            assert (kernel["spilled"], kernel["stack"]) == (0, 0), (result.job.name, kernel["name"])
+        found += 1
+    assert found == (18 if every else 9)
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("every", [False, EVERY])
 def test_codes_stay_in_registers(every: bool) -> None:
-    jobs = compile_kernels.jobs_of([HOPPER], "^compressed_", every)
-    assert len(jobs) == (300 if every else 4)
-    for job in jobs:
-        [kernel] = compile_kernels.compile_one(job).kernels
-        assert job.name.startswith(kernel["name"].removesuffix("_fed")[:10])
+    found = 0
+    for result in results_of("^compressed_", every):
+        [kernel] = result.kernels
+        assert result.job.name.startswith(kernel["name"].removesuffix("_fed")[:10])
         # Calls of functions that report a lost peer may keep some words on the stack.
-        assert kernel["spilled"] <= 64 and kernel["registers"] <= 128, (job.name, kernel)
+        assert kernel["spilled"] <= 64 and kernel["registers"] <= 128, (result.job.name, kernel)
+        found += 1
+    assert found == (300 if every else 4)
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("every", [False, EVERY])
 def test_rows_are_added_in_registers(every: bool) -> None:
     """Gradients of embedding rows. Division (mode "mean", and single elements) is a function that needs some words."""
     found = 0
-    for job in compile_kernels.jobs_of([HOPPER], "^embedding_gradient", every):
-        kernels = {kernel["name"]: kernel for kernel in compile_kernels.compile_one(job).kernels}
-        assert kernels.keys() == {"send_gradient", "name_rows", "sum_rows", "sum_crowded_rows"}, job.name
+    for result in results_of("^embedding_gradient", every):
+        job, kernels = result.job.name, {kernel["name"]: kernel for kernel in result.kernels}
+        assert kernels.keys() == {"send_gradient", "name_rows", "sum_rows", "sum_crowded_rows"}, job
         for name, kernel in kernels.items():
-            assert kernel["registers"] <= 80, f"{job.name}, {name}: three blocks are to fit a multiprocessor"
-            assert kernel["spilled"] <= (72 if re.search("_mean_|_any$", job.name) else 0), f"{job.name}, {name}"
+            assert kernel["registers"] <= 80, f"{job}, {name}: three blocks are to fit a multiprocessor"
+            assert kernel["spilled"] <= (72 if re.search("_mean_|_any$", job) else 0), f"{job}, {name}"
         found += 1
     assert found == (60 if every else 6)
 
