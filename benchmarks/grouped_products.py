@@ -1,4 +1,4 @@
-"""Compares ark's product of all experts' rows with PyTorch's grouped product: `python benchmarks/grouped_products.py`.
+"""Compares the products of a rank's experts with PyTorch's grouped product: `python benchmarks/grouped_products.py`.
 
 One GPU. Shapes say local experts, dim x ffn and rows an expert on average; 4-2048x8192-512 is what a rank of
 fused_moe.py has with E8-K2-2048x8192-T1024 on two. Gated SiLU, bfloat16 (float32 on CPU). Counts of rows:
@@ -9,14 +9,12 @@ zipf           in proportion to 1, 1/2, 1/3 ...
 
 As in moe_layer, tensors have room for twice as many rows as there are. Ways:
 
-kernel         torch.ops.ark.moe_experts_by(..., "kernel"): ark's kernel, twice
-mixed          "mixed": ark's kernel with the activation, then PyTorch's grouped product
-library        "library": PyTorch's grouped product twice, its activation and product over all the room in between
-experts        torch.ops.ark.moe_experts, which chooses
+library        torch._grouped_mm twice (off Hopper and on CPU expert by expert), silu and product over all the room
+experts        torch.ops.ark.moe_experts: ark's kernel twice, where it runs
 first, second  one of PyTorch's grouped products alone
 
 Each is captured in a CUDA graph of two calls and replayed back to back. A figure is the median over rounds, in
-microseconds a call. `tflops`: of the ways that make both products. Results are compared with kernel's within rounding.
+microseconds a call. `tflops`: of the ways that make both products. Results are compared with library's within rounding.
 """
 
 from __future__ import annotations
@@ -29,6 +27,7 @@ from typing import Any
 
 import on_gpus
 import torch
+import torch.nn.functional as F
 from fused import CALLS, Call, captured, timed
 from on_gpus import Rank, Row
 from torch import Tensor
@@ -37,7 +36,7 @@ SIZES = ("1024x4096", "2048x8192", "1024x16384")
 ROWS = (32, 192, 512, 2048)
 SHAPES = tuple(f"4-{sizes}-{rows}" for sizes in SIZES for rows in ROWS)
 SPREADS = ("even", "random", "zipf")
-BOTH = ("kernel", "mixed", "library", "experts")
+BOTH = ("library", "experts")
 
 
 def counts_of(spread: str, experts: int, rows: int) -> list[int]:
@@ -69,27 +68,37 @@ class Products:
         def draw(*size: int) -> Tensor:
             return torch.randn(size, generator=generator, device=rank.device)
 
-        counts = counts_of(spread, experts, rows)
-        self.counts = torch.tensor(counts, device=rank.device)
+        self.split = counts_of(spread, experts, rows)
+        self.counts = torch.tensor(self.split, device=rank.device)
         self.ends = self.counts.cumsum(0, dtype=torch.int32)
-        self.used, room = sum(counts), 2 * sum(counts)
+        self.used, room = sum(self.split), 2 * sum(self.split)
         self.rows = [draw(room, dim).to(dtype) for _ in range(CALLS)]
         self.inner = draw(room, self.ffn).to(dtype)
         self.w1 = (draw(experts, 2 * self.ffn, dim) * dim**-0.5).to(dtype)
         self.w2 = (draw(experts, dim, self.ffn) * self.ffn**-0.5).to(dtype)
         self.operations = 2 * self.used * 3 * dim * self.ffn
         self.grouped = cuda and torch.cuda.get_device_capability()[0] >= 9
-        self.forms = ("kernel", "mixed", "library") if cuda else ("library",)
 
-    def by(self, form: str) -> Call:
-        return lambda i: torch.ops.ark.moe_experts_by(self.rows[i], self.counts, self.w1, self.w2, "silu", form)
+    def product(self, rows: Tensor, w: Tensor) -> Tensor:
+        """PyTorch's: [rows, d] times each expert's [n, d] transposed."""
+        if self.grouped:
+            return torch._grouped_mm(rows, w.transpose(1, 2), self.ends)
+        parts = rows[: self.used].split(self.split)
+        return torch.cat([part @ one.t() for part, one in zip(parts, w, strict=True)])
+
+    def library(self, i: int) -> Tensor:
+        hidden = self.product(self.rows[i], self.w1)
+        return self.product(F.silu(hidden[:, : self.ffn]) * hidden[:, self.ffn :], self.w2)
+
+    def experts(self, i: int) -> Tensor:
+        out: Tensor = torch.ops.ark.moe_experts(self.rows[i], self.counts, self.w1, self.w2, "silu")
+        return out
 
     def ways(self) -> dict[str, Call]:
-        ways: dict[str, Call] = {form: self.by(form) for form in self.forms}
-        ways["experts"] = lambda i: torch.ops.ark.moe_experts(self.rows[i], self.counts, self.w1, self.w2, "silu")
+        ways: dict[str, Call] = {"library": self.library, "experts": self.experts}
         if self.grouped:
-            ways["first"] = lambda i: torch._grouped_mm(self.rows[i], self.w1.transpose(1, 2), self.ends)
-            ways["second"] = lambda i: torch._grouped_mm(self.inner, self.w2.transpose(1, 2), self.ends)
+            ways["first"] = lambda i: self.product(self.rows[i], self.w1)
+            ways["second"] = lambda i: self.product(self.inner, self.w2)
         return ways
 
 
@@ -99,7 +108,7 @@ def calls(call: Call) -> list[Tensor]:
 
 def compare(rank: Rank, shape: str, spread: str, rounds: int) -> Row:
     work = Products(rank, shape, spread)
-    row: Row = {"work": "grouped products", "shape": shape, "spread": spread, "counts": work.counts.tolist()}
+    row: Row = {"work": "grouped products", "shape": shape, "spread": spread, "counts": work.split}
     row |= {"us": {}, "tflops": {}, "wrong": {}, "failed": {}}
     wanted = None
     for name, call in work.ways().items():
@@ -128,6 +137,23 @@ def line(row: Row) -> str:
     wrong = {name: count for name, count in row["wrong"].items() if count}
     failed = f" | {row['failed']}" if row["failed"] else ""
     return f"{row['shape']:20} {row['spread']:7} {us} | TFLOPS {row['tflops']} | wrong {wrong or 0}{failed}"
+
+
+def table(about: dict[str, Any], spread: str = "random") -> str:
+    """Formats Markdown: microseconds of ark, of PyTorch, and of PyTorch's two products with nothing between them."""
+    lines = [
+        on_gpus.origin(about),
+        "",
+        "| experts-dim x ffn-rows | experts | library | first + second | library / experts |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in about["rows"]:
+        us = row["us"]
+        if row["spread"] == spread and us.keys() >= set(BOTH):
+            alone = f"{us['first'] + us['second']:.1f}" if us.keys() >= {"first", "second"} else "-"
+            cells = [f"{us['experts']:.1f}", f"{us['library']:.1f}", alone, f"{us['library'] / us['experts']:.2f}"]
+            lines.append(f"| {row['shape']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def measure(rank: Rank, arguments: argparse.Namespace) -> None:

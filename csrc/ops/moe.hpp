@@ -75,11 +75,9 @@ using MoeLayer = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::
 MoeLayer moe_layer(const MoeDispatch& call, bool saves);
 
 // This rank's experts. rows: sorted by expert, `counts` of each. w1: [experts, ffn, dim], or gates followed by factors
-// in [experts, 2 * ffn, dim]; w2: [experts, dim, ffn]. Rows after the counts are undefined. `products`: "auto", or how
-// to multiply: both by the "kernel" of moe_product.cpp or by PyTorch ("library"), or the first and the second
-// ("mixed").
+// in [experts, 2 * ffn, dim]; w2: [experts, dim, ffn]. Rows after the counts are undefined.
 at::Tensor moe_experts(const at::Tensor& rows, const at::Tensor& counts, const at::Tensor& w1, const at::Tensor& w2,
-                       const std::string& activation, const std::string& products = "auto");
+                       const std::string& activation);
 // Gradients of rows, w1 and w2.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> moe_experts_backward(const at::Tensor& gradient, const at::Tensor& rows,
                                                                     const at::Tensor& counts, const at::Tensor& w1,

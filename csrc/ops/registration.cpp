@@ -159,11 +159,6 @@ at::Tensor moe_experts(const at::Tensor& rows, const at::Tensor& counts, const a
   return ark::ops::moe_experts(rows, counts, w1, w2, std::string(activation));
 }
 
-at::Tensor moe_experts_by(const at::Tensor& rows, const at::Tensor& counts, const at::Tensor& w1, const at::Tensor& w2,
-                          c10::string_view activation, c10::string_view products) {
-  return ark::ops::moe_experts(rows, counts, w1, w2, std::string(activation), std::string(products));
-}
-
 std::tuple<at::Tensor, at::Tensor, at::Tensor> moe_experts_backward(const at::Tensor& gradient, const at::Tensor& rows,
                                                                     const at::Tensor& counts, const at::Tensor& w1,
                                                                     const at::Tensor& w2, c10::string_view activation) {
@@ -271,9 +266,6 @@ TORCH_LIBRARY(ark, library) {
       "moe_gather(Tensor y, Tensor places, Tensor rank_counts, Tensor? topk_weights, str group_name, "
       "SymInt max_tokens, bool summed, int trained) -> Tensor");
   library.def("moe_experts(Tensor rows, Tensor counts, Tensor w1, Tensor w2, str activation) -> Tensor");
-  // For tests and benchmarks, which compare the ways.
-  library.def(
-      "moe_experts_by(Tensor rows, Tensor counts, Tensor w1, Tensor w2, str activation, str products) -> Tensor");
   library.def(
       "moe_experts_backward(Tensor gradient, Tensor rows, Tensor counts, Tensor w1, Tensor w2, str activation) -> "
       "(Tensor, Tensor, Tensor)");
@@ -309,7 +301,6 @@ TORCH_LIBRARY_IMPL(ark, CompositeExplicitAutograd, library) {
   library.impl("moe_scatter", &moe_scatter);
   library.impl("moe_gather", &moe_gather);
   library.impl("moe_experts", &moe_experts);
-  library.impl("moe_experts_by", &moe_experts_by);
   library.impl("moe_experts_backward", &moe_experts_backward);
   library.impl("quantize", &quantize);
   library.impl("dequantize", &dequantize);

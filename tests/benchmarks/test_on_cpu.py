@@ -17,6 +17,7 @@ import dlrm_step
 import fused
 import fused_moe
 import fused_products
+import grouped_products
 import interference
 import on_gpus
 import pipeline
@@ -191,6 +192,8 @@ def test_grouped_products(tmp_path: Path, leaves_nothing: None) -> None:
     for row in rows:
         assert row["us"].keys() == {"library", "experts"} and all(value > 0 for value in row["us"].values()), row
         assert row["wrong"] == {"library": 0, "experts": 0} and not row["failed"], row
+    table = grouped_products.table(report(tmp_path))
+    assert all(table.count(f"\n| {shape} |") == 1 for shape in ("3-16x24-10", "2-8x8-1"))
 
 
 @of_benchmarks

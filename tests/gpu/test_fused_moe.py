@@ -98,21 +98,25 @@ def test_layers() -> None:
 @hopper
 @pytest.mark.parametrize("ffn", [256, 4096])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_ways_to_multiply(dtype: torch.dtype, ffn: int) -> None:
-    """Experts with no rows, and last tiles of any height, in fewer and in more tiles than blocks."""
-    counts, device = [0, 1, 64, 65, 128, 129, 520, 300], torch.device("cuda", 0)
-    case = Case([sum(counts)], 1, len(counts), 512, dtype, seed=ffn)
-    rows = draw(case, 0, device)[0]
-    room = torch.cat([rows, torch.full_like(rows, float("nan"))])
-    given = torch.tensor(counts, device=device)
-    for gated in (True, False):
-        for activation in ACTIVATIONS:
-            w1, w2 = draw_experts(case, 0, ffn, gated, device)
-            wide = [one.double() for one in (rows, w1, w2)]
-            wanted = experts_one_by_one(wide[0], counts, *wide[1:], activation)
-            for products in ("kernel", "library", *(["mixed"] if dtype == torch.bfloat16 else [])):
-                got = torch.ops.ark.moe_experts_by(room, given, w1, w2, activation, products)[: len(rows)]
-                _close(got, wanted, (products, activation, gated), dtype)
+def test_tails_of_every_height(dtype: torch.dtype, ffn: int) -> None:
+    """An expert's last tile has 1 to 128 rows, behind 0 to 2 whole ones.
+
+    By ffn, the first product has fewer or more tiles than the GPU has blocks. By ffn, gate and room, every tile shape
+    is chosen. Rows after the counts are NaN, and so is what an expert without rows would multiply.
+    """
+    device, local = torch.device("cuda", 0), 17
+    case = Case([0], 1, local, 256, dtype, seed=ffn)
+    w1, w2 = draw_experts(case, 0, ffn, True, device)
+    w1[0], w2[0] = float("nan"), float("nan")
+    for batch in range(8):
+        counts = [0] + [batch + 8 * e + 1 + 128 * (e % 3) for e in range(local - 1)]
+        case.tokens, case.seed = [sum(counts)], batch
+        rows = draw(case, 0, device)[0]
+        activation, first = sorted(ACTIVATIONS)[batch % 4], w1 if batch < 4 else w1[:, :ffn].contiguous()
+        wanted = experts_one_by_one(rows.float(), counts, first.float(), w2.float(), activation)
+        for room in (rows, torch.cat([rows, torch.full_like(rows, float("nan"))])):
+            got = torch.ops.ark.moe_experts(room, torch.tensor(counts, device=device), first, w2, activation)
+            _close(got[: len(rows)], wanted, (counts, activation, len(first[0]), len(room)), dtype)
 
 
 @hopper
@@ -125,9 +129,9 @@ def test_bits_of_activations(dtype: torch.dtype) -> None:
     counts, whole = torch.tensor([1000, 24], device=device), torch.eye(64, dtype=dtype, device=device).repeat(2, 1, 1)
     for activation in ("silu", "relu"):
         through = ACTIVATIONS[activation](rows)
-        got = torch.ops.ark.moe_experts_by(rows, counts, whole, whole, activation, "kernel")
+        got = torch.ops.ark.moe_experts(rows, counts, whole, whole, activation)
         assert torch.equal(got, through), activation
-        got = torch.ops.ark.moe_experts_by(rows, counts, whole.repeat(1, 2, 1), whole, activation, "kernel")
+        got = torch.ops.ark.moe_experts(rows, counts, whole.repeat(1, 2, 1), whole, activation)
         wanted = through * rows
         assert torch.equal(got[wanted.isfinite().all(1)], wanted[wanted.isfinite().all(1)]), activation
 
