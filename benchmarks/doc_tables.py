@@ -189,6 +189,7 @@ TABLES: dict[str, Callable[[Load], str]] = {
     "fused-ncu": lambda load: _scripts("fused_ncu").table(load("fused_ncu")),
     "fused-products": lambda load: _scripts("fused_products").table(load("fused_products")),
     "fused-moe": lambda load: _scripts("fused_moe").table(load("fused_moe")),
+    "grouped-products": lambda load: _scripts("grouped_products").table(load("grouped_products_h200")),
     "dlrm-step": lambda load: _scripts("dlrm_step").table(load("dlrm_step")),
     "compressed-h200": lambda load: _scripts("compressed").table(load("compressed_h200")),
     "no-peer-access": lambda load: _scripts("compressed").table(load("no_peer_access"), alone=False),
