@@ -18,6 +18,40 @@ inline constexpr uint32 kRowPart = 64;  // indices
 
 #if defined(__CUDACC__)
 
+// Division of many numbers by the same whole number of at least 1: as IEEE 754 rounds it, but in place. The compiler's
+// division calls a function for numbers of unusual size, and few registers outlast a call.
+class Divisor {
+ public:
+  __device__ __forceinline__ explicit Divisor(float by) : by_(by) {
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse_) : "f"(by));
+    double inverse = inverse_;
+    ARK_UNROLL for (int i = 0; i < 2; ++i) inverse =
+        __fma_rn(__fma_rn(-static_cast<double>(by), inverse, 1.0), inverse, inverse);
+    inverse_ = static_cast<float>(inverse);  // rounded once: 1 / by is never so near to the middle of two floats
+  }
+  // Of another lane, by which all lanes of a warp then divide.
+  __device__ __forceinline__ Divisor(const Divisor& mine, int lane, int lanes)
+      : by_(__shfl_sync(~0u, mine.by_, lane, lanes)), inverse_(__shfl_sync(~0u, mine.inverse_, lane, lanes)) {}
+
+  // Two corrections of the quotient by its exact remainder round it right, where remainders are no subnormal numbers.
+  __device__ __forceinline__ float quotient(float x) const {
+    const float magnitude = fabsf(x);
+    if (magnitude >= 0x1p-60f && magnitude <= 3.402823466e38f) {
+      float q = __fmul_rn(x, inverse_);
+      ARK_UNROLL for (int i = 0; i < 2; ++i) q = __fmaf_rn(__fmaf_rn(-q, by_, x), inverse_, q);
+      return q;
+    }
+    if (!(magnitude > 0.0f && magnitude < 1.0f)) return __fmul_rn(x, inverse_);  // zeros, infinities, NaN
+    const double wide = x, by = by_, inverse = inverse_;
+    double q = wide * inverse;
+    ARK_UNROLL for (int i = 0; i < 2; ++i) q = __fma_rn(__fma_rn(-q, by, wide), inverse, q);
+    return static_cast<float>(q);
+  }
+
+ private:
+  float by_, inverse_;
+};
+
 // Adds the entries [from, from + count) of the sorted list to `total`, in order. All threads of a warp call it; its
 // groups may have different counts and tables. kMost: rows whose loads are in flight at once.
 template <class Format, class Index, bool kWide, int kLanes, bool kMean, int kMost = kMostAhead>
@@ -42,6 +76,7 @@ __device__ __forceinline__ void sum_part(const RowSumParams& p, const RowTable& 
       else if (table.weights != nullptr)
         scale = load_weight<Format>(table.weights, place - table.first);
     }
+    const Divisor divisor(kMean ? scale : 1.0f);
     ARK_ROLLED for (int done = 0; done < most; done += kAhead) {
       typename Access::Raw raw[kAhead];
       ARK_UNROLL for (int i = 0; i < kAhead; ++i) {
@@ -49,12 +84,13 @@ __device__ __forceinline__ void sum_part(const RowSumParams& p, const RowTable& 
         if (done + i < mine && active) raw[i] = Access::load(column + uint64{next} * p.row_bytes);
       }
       ARK_UNROLL for (int i = 0; i < kAhead; ++i) {
-        const float by = __shfl_sync(kAll, scale, (done + i) % kLanes, kLanes);
+        const Divisor of(divisor, kMean ? (done + i) % kLanes : 0, kLanes);
+        const float by = kMean ? 0.0f : __shfl_sync(kAll, scale, (done + i) % kLanes, kLanes);
         if (done + i >= mine || !active) continue;
         float values[Access::kValues];
         Access::decode(raw[i], values);
         ARK_UNROLL for (int v = 0; v < Access::kValues; ++v) total[v] =
-            add(total[v], kMean ? divide(values[v], by) : multiply(values[v], by));
+            add(total[v], kMean ? of.quotient(values[v]) : multiply(values[v], by));
       }
     }
   }
