@@ -270,6 +270,7 @@ def test_groups_whose_nodes_regions_do_not_reach(nodes: tuple[int, ...], changed
 
 def _reached(rank: Rank, nodes: tuple[int, ...]) -> tuple[int, str]:
     group, _, _ = _start(rank, nodes[rank.rank])
+    dist.all_reduce(torch.ones(8), group=group)  # none leaves while another still joins
     return group._get_backend(torch.device("cuda")).regions_over_nodes()  # type: ignore[no-any-return]
 
 
