@@ -265,6 +265,28 @@ def test_float8_rows(sources: Sources, compiled: Any, fast: bool, dtype: torch.d
     sources.check()
 
 
+@pytest.mark.by_day("sm_90a-int4, zeros-bfloat16")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("form", coded.FORMS)
+def test_coded_weights_of_many_rows(sources: Sources, compiled: Any, form: str, dtype: torch.dtype) -> None:
+    """Codes are decoded into tiles of every shape."""
+    if sources.arch != "sm_90a":
+        pytest.skip("others have no kernel for them: Inductor multiplies")
+    sizes = [(17, 48), (150, 2048), (1024, 3072), (2048, 2048)]
+    products = [coded.coded(form, n)[0] for _, n in sizes]
+    call, _ = compiled(
+        lambda rows: [product(x) for product, x in zip(products, rows, strict=True)],
+        dynamic=False,
+        minimum=1,
+        fallback=False,
+    )
+    call([torch.randn(m, 256, dtype=dtype) for m, _ in sizes])
+    [source] = sources.found
+    tiles = set(re.findall(r"dequant_tiles<\d+, (\d+, \d+)>", source))
+    assert tiles == {"64, 32", "64, 64", "128, 96", "128, 128"}
+    sources.check()
+
+
 @pytest.mark.by_day("sm_90a-1-int4")
 @pytest.mark.parametrize("form", ["int8", "int4", "float8", "float8-dynamic"])
 @pytest.mark.parametrize("batch", [1, 2, 8, 16])

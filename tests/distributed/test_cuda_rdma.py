@@ -270,6 +270,7 @@ def test_groups_whose_nodes_regions_do_not_reach(nodes: tuple[int, ...], changed
 
 def _reached(rank: Rank, nodes: tuple[int, ...]) -> tuple[int, str]:
     group, _, _ = _start(rank, nodes[rank.rank])
+    dist.all_reduce(torch.ones(8), group=group)  # none leaves while another still joins
     return group._get_backend(torch.device("cuda")).regions_over_nodes()  # type: ignore[no-any-return]
 
 
@@ -321,6 +322,25 @@ def _regions(rank: Rank, direct: bool) -> None:
 @pytest.mark.parametrize(("ranks", "direct"), [(2, True), (3, False)])
 def test_regions_sum_over_nodes(ranks: int, direct: bool, env: Env) -> None:
     run_ranks(_regions, ranks, direct, env=env)
+
+
+def _otherwise(rank: Rank, when: str) -> None:
+    _jit.configure()
+    group, _, _ = _start(rank)
+    if when == "region":
+        dist.all_reduce(on_rank(rank, torch.full((8,), 1.0)), group=group)
+    region = Summing(rank, group, 5000, 2)
+    if rank.rank == 1:
+        pretended.driver._ZN3ark4test13fail_mappingsEi(1000)
+    assert [region(), region()] == [0, 0] and region.fell == 2
+    assert group._get_backend(torch.device("cuda")).cuda_carrier == ("ark" if when == "region" else "nccl")
+
+
+@pytest.mark.by_day("region")
+@pytest.mark.parametrize("when", ["group", "region"])
+def test_a_rank_without_memory_lets_all_run_otherwise(when: str, env: Env) -> None:
+    """For the group's own stage between nodes, or for that of a region."""
+    run_ranks(_otherwise, 2, when, env=env)
 
 
 def _left_alone_in_a_region(rank: Rank, how: str) -> tuple[float, str]:

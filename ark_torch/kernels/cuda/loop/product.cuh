@@ -3,8 +3,11 @@
 
 #include "cuda/loop/ptx.cuh"
 #include "cuda/loop/task.cuh"
+#include "protocol/codes.hpp"
 
 namespace ark::loop {
+
+using ark::NoScale;
 
 // Strides in elements. Rows, columns and depths are counted in int.
 struct Product {
@@ -31,13 +34,19 @@ ARK_LOOP Finished<Bias, Finish> finished_by(const Bias* bias, Finish finish) {
   return {bias, finish};
 }
 
-// In place of a bias: a bias, and scales of rows and columns, by which each sum is multiplied before it is added.
+// In place of a bias: a bias, and scales of rows (NoScale: none) and columns, by which each sum is multiplied before it
+// is added.
 template <int kRowStride, int kColumnStride, class RowScale, class ColumnScale, class Bias>
 struct Scaled {
   const RowScale* rows;
   const ColumnScale* columns;
   const Bias* bias;
-  ARK_LOOP float of_row(int r) const { return load_one(rows + r * kRowStride); }
+  ARK_LOOP float of_row(int r) const {
+    if constexpr (kSame<RowScale, NoScale>)
+      return 1;
+    else
+      return load_one(rows + r * kRowStride);
+  }
   ARK_LOOP float of_column(int c) const { return load_one(columns + c * static_cast<int64_t>(kColumnStride)); }
 };
 template <int kRowStride, int kColumnStride, class RowScale, class ColumnScale, class Bias>

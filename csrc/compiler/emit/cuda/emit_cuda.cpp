@@ -93,6 +93,11 @@ class CudaEmitter {
       return std::ranges::any_of(matmuls_of(one), [](const MatmulStage& product) { return product.codes.bits != 0; });
     });
     include("scaled", multiplies_float8);
+    include("dequant_tiles", [](const Stage& one) {
+      return std::ranges::any_of(matmuls_of(one), [](const MatmulStage& product) {
+        return product.codes.bits != 0 && product.tile_columns > 0;
+      });
+    });
     include("products", [](const Stage& one) { return std::holds_alternative<ProductsStage>(one.body); });
     include("attention", [](const Stage& one) { return attention_of(one) != nullptr; });
     include("gather", [](const Stage& one) {
