@@ -45,8 +45,7 @@ class CarriedCommunicator::ParcelExchange {
   void run() {
     of_.expect(senders_);
     for (const int rank : plan_.foreign())
-      if (!small(outs_[rank].size))
-        exchange_.messages.receive(rank, results, outs_[rank].data, outs_[rank].size);
+      if (!small(outs_[rank].size)) exchange_.messages.receive(rank, results, outs_[rank].data, outs_[rank].size);
     send_parcels();
     of_.hear_all(exchange_, senders_);
     receive_parcels();
