@@ -69,9 +69,13 @@ class BetweenStage {
   // receive_bytes[own], and the same of each node, 0 where nothing comes here. average: divided by the group's size.
   void add(const Operation& operation, const Blocks& blocks, bool average);
 
+  // Of PREMUL_SUM: what add() multiplies the input of that place by. set_factor() enqueues a write of this rank's.
+  std::byte* factor(int node, int place) const;
+  void set_factor(const Operation& operation) const;
+
   // Memory of the device between the stages of an operation; larger tensors go in slices.
   std::byte* scratch() const { return reinterpret_cast<std::byte*>(scratch_.data()); }
-  size_t scratch_bytes() const { return setup_.scratch_bytes; }
+  size_t scratch_bytes() const { return setup_.scratch_bytes - kFactors; }
 
   const rdma::GpuPath& path() const { return window_->path(); }
   uint64_t bytes() const { return window_->bytes(); }  // of memory that the NIC uses
@@ -79,6 +83,9 @@ class BetweenStage {
   const SumOrder& sums() const { return setup_.sums; }
 
  private:
+  static constexpr size_t kFactorBytes = device::kFactorStride * sizeof(double);
+  static constexpr size_t kFactors = kFactorBytes * device::kMostNodes * device::kMostPlaces;  // behind the scratch
+
   BetweenStage(Setup setup, const NodePlan& plan);
   void launch(const Operation& operation, const Blocks& blocks, device::BetweenForm form, bool average);
   void set_parts(const Operation& operation, const Parts& parts, device::BetweenParams& params) const;
