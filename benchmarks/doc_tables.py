@@ -165,6 +165,11 @@ def low_bits(load: Load) -> str:
     return f"{_scripts('on_gpus').origin(about)}\n\n{_scripts('low_bits').table(about['rows'])}"
 
 
+def low_bits_rows(load: Load) -> str:
+    about = load("low_bits_rows_1b_h200")
+    return f"{_scripts('on_gpus').origin(about)}\n\n{_scripts('low_bits_rows').table(about['rows'])}"
+
+
 TABLES: dict[str, Callable[[Load], str]] = {
     "environment": lambda load: env.table(),
     "passes": lambda load: passes(),
@@ -184,6 +189,7 @@ TABLES: dict[str, Callable[[Load], str]] = {
     "pipeline": lambda load: _scripts("pipeline").table(load("pipeline")),
     "pipeline-small": lambda load: _scripts("pipeline").table(load("pipeline_small")),
     "low-bits": low_bits,
+    "low-bits-rows": low_bits_rows,
     "dma": lambda load: _scripts("dma").table(load("dma")),
     "fused": lambda load: _scripts("fused").table(load("fused")),
     "fused-ncu": lambda load: _scripts("fused_ncu").table(load("fused_ncu")),
@@ -221,6 +227,9 @@ TABLES: dict[str, Callable[[Load], str]] = {
     ),
     "dispatch-4-h200": lambda load: _scripts("interference").table(load("dispatch_4_h200")),
     "training-4-h200": lambda load: _scripts("training_report").table(load("training_4_h200")),
+    "training-captured-4-h200": lambda load: _scripts("training_report").table(load("training_captured_4_h200")),
+    "fused-moe-4-h200": lambda load: _scripts("fused_moe").table(load("fused_moe_4_h200")),
+    "dlrm-step-4-h200": lambda load: _scripts("dlrm_step").table(load("dlrm_step_4_h200")),
     "fused-4-h200": lambda load: _scripts("fused").table(load("fused_4_h200")),
     "fused-products-4-h200": lambda load: _scripts("fused_products").table(load("fused_products_4_h200")),
     "simulate": lambda load: _scripts("simulate").table(load("simulate")),

@@ -14,14 +14,14 @@ even_nccl      the same with known counts: the same number of rows for each expe
 inductor_nccl  even_nccl through torch.compile
 dispatch       ark_torch.ops.moe_dispatch and moe_combine with nothing in between
 pieces         moe_dispatch, torch.ops.ark.moe_experts, moe_combine
-layer          ark_torch.ops.moe_layer; unfused, fused: the same in separate launches, and in one kernel
+layer          ark_torch.ops.moe_layer
 step           moe_layer forward and backward; eager_step: the same of eager_nccl
 
 On GPUs each way but eager_nccl is captured in a CUDA graph of two calls with different tokens and replayed back to
 back. A figure is the median over rounds of the slowest rank's time per call. `eager_us`: the same calls outside of a
 graph. The even ways use other choices than the random ones, but as many. Results of layer and pieces are compared
-with eager_nccl's within rounding, fused with unfused and each graph's with its own eager result bit for bit. A way
-that cannot be captured or does not run has its error in `failed`.
+with eager_nccl's within rounding, and each graph's with its own eager result bit for bit. A way that cannot be captured
+or does not run has its error in `failed`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ import argparse
 import re
 import sys
 import time
-from functools import partial
 from typing import Any
 
 import on_gpus
@@ -48,7 +47,7 @@ from ark_torch.ops import moe_combine, moe_dispatch, moe_layer
 SIZES = ("1024x4096", "2048x8192", "1024x16384")
 TOKENS = (1, 4, 16, 64, 384, 1024, 4096)
 SHAPES = tuple(f"E8-K2-{sizes}-T{tokens}" for sizes in SIZES for tokens in TOKENS)
-OURS = ("dispatch", "pieces", "layer", "unfused", "fused", "step")
+OURS = ("dispatch", "pieces", "layer", "step")
 OTHERS = ("experts", "experts_ark", "eager_step")  # without rivals
 
 
@@ -145,9 +144,9 @@ class Mixture:
         y = torch.ops.ark.moe_experts(rows, counts, self.w1, self.w2, "silu")
         return moe_combine(y, handle, self.weights[i])
 
-    def layer(self, i: int, form: str = "auto") -> Tensor:
+    def layer(self, i: int) -> Tensor:
         group = self.groups["ark"]
-        return moe_layer(self.x[i], self.ids[i], self.weights[i], self.w1, self.w2, group, form=form, **self.bound)
+        return moe_layer(self.x[i], self.ids[i], self.weights[i], self.w1, self.w2, group, **self.bound)
 
     def step(self, i: int, forward: Call) -> Tensor:
         for one in (self.w1, self.w2, self.x[i]):
@@ -170,7 +169,6 @@ class Mixture:
             "dispatch": self.dispatch,
             "pieces": self.pieces,
             "layer": self.layer,
-            **{form: partial(self.layer, form=form) for form in (("unfused", "fused") if self.cuda else ())},
             "eager_step": lambda i: self.step(i, self.eager),
             "step": lambda i: self.step(i, self.layer),
         }
@@ -212,12 +210,10 @@ def compare(rank: Rank, work: Mixture, arguments: argparse.Namespace) -> Row:
             if result is not None:
                 results[name] = result
     wanted = next((results[name] for name in results if name in ("eager_nccl", "eager_gloo")), None)
-    for name in ("pieces", "layer", "unfused", "fused"):
+    for name in ("pieces", "layer"):
         if name in results and wanted is not None:
             wrong = int((~torch.isclose(results[name].float(), wanted.float(), rtol=2e-2, atol=5e-2)).sum())
             row["wrong"][name] = max(rank.share(wrong))
-    if "fused" in results and "unfused" in results:
-        row["wrong"]["fused_bits"] = max(rank.share(int((results["fused"] != results["unfused"]).sum())))
     for key, ratio in (("us", "faster_than_rival"), ("eager_us", "faster_than_rival_eager")):
         us = row[key]
         rivals = {name: value for name, value in us.items() if name not in (*OURS, *OTHERS)}

@@ -377,6 +377,16 @@ PYBIND11_MODULE(_C, m) {
           "shares_memory", &ProcessGroupArk::shares_memory,
           "True when all ranks share memory; False when RDMA or PyTorch's Gloo carries the group, or what "
           "goes between its nodes.")
+      .def(
+          "regions_over_nodes",
+          [](const ProcessGroupArk& self) {
+            std::string why;
+            const int nodes = self.regions_over_nodes(why);
+            return std::pair(nodes, why);
+          },
+          "How many nodes collectives of compiled regions reach on CUDA tensors: 1 where all ranks share memory; 0, "
+          "and "
+          "why, if they reach no other node.")
       .def_property_readonly(
           "plan", &ProcessGroupArk::plan,
           "Which ranks share memory: \"2 nodes (2 + 2 ranks), 2 rails, ..., gloo between them\"; empty where "

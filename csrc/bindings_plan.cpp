@@ -17,6 +17,7 @@
 #include "compiler/inspect/json.hpp"
 #include "compiler/inspect/trace.hpp"
 #include "compiler/passes/cache_policy.hpp"
+#include "compiler/passes/lower_collectives.hpp"
 #include "compiler/passes/pipeline.hpp"
 #include "compiler/region/region.hpp"
 #include "compiler/schedule/targets.hpp"
@@ -314,6 +315,15 @@ void bind_plan(py::module_& m) {
   plan.def("prepare_costs", &ark::compiler::prepare_costs, py::call_guard<py::gil_scoped_release>());
   plan.def("stop_compilers", &ark::jit::stop_processes);
   plan.def("targets", &known_targets);
+  plan.def(
+      "why_not_over_nodes",
+      [](const std::string& op, const std::string& reduce_op, const std::string& type, int64_t bytes, int nodes,
+         int places) {
+        return ark::with_torch_errors(
+            [&] { return why_not_over_nodes(op, reduce_op, scalar_type(type), bytes, nodes, places); });
+      },
+      py::arg("op"), py::arg("reduce_op"), py::arg("type"), py::arg("bytes"), py::arg("nodes"), py::arg("places"),
+      "Why a loop kernel's tasks do not run this collective of a group over several nodes; empty: they do.");
   plan.def(
       "passes",
       [] {

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ark_torch.compile.analysis import aten, tensor_of
 from ark_torch.compile.choices import GOT, SENT, Choices, argument, copied, is_called, plain, sorts_up, taken
-from ark_torch.compile.graph_edits import VIEWS, NotFused
+from ark_torch.compile.graph_edits import VIEWS, NotFused, value_of
 from ark_torch.compile.networks import ROWS, Tree, merged, operation
 
 _functional = torch.ops._c10d_functional
@@ -33,10 +34,10 @@ class Blocks(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Dimensions made of atoms (name, size): rank, local (expert), slot, column; `expert`: the only expert of these
-    rows."""
+    """Dimensions made of atoms (name, size): rank, local (expert), slot (perhaps a symbol), column; `expert`: the
+    only expert of these rows."""
 
-    dims: tuple[tuple[tuple[str, int], ...], ...]
+    dims: tuple[tuple[tuple[str, Any], ...], ...]
     stage: int  # the number of exchanges so far
     expert: int | None = None
 
@@ -46,11 +47,11 @@ class Rows(NamedTuple):
     tree: Tree = ROWS
 
 
-def slots(world: int, local: int, each: int, columns: int, flat: bool) -> Slots:
+def slots(world: int, local: int, each: Any, columns: int, flat: bool) -> Slots:
     """The layout of a buffer with slots for all experts."""
     expert, slot = (("rank", world), ("local", local)), (("slot", each),)
     dims = (expert + slot,) if flat else (expert, slot)
-    return Slots(tuple(tuple(a for a in dim if a[1] != 1) for dim in (*dims, (("column", columns),))), 0)
+    return Slots(tuple(tuple(a for a in dim if not _is(a[1], 1)) for dim in (*dims, (("column", columns),))), 0)
 
 
 class Follower:
@@ -255,7 +256,7 @@ class Follower:
             return rows
         dims, world = rows.layout.dims, self.choices.world
         first = dims[0][0] if dims[0] else None
-        even = len({*received, *sends}) == 1 and received[0] * world == sent.meta["val"].shape[0]
+        even = all(_is(value_of(n) * world, sent.meta["val"].shape[0]) for n in (*received, *sends))
         if (first != ("rank", world) and world > 1) or not even or rows.layout.expert is not None:
             raise NotFused("its slots do not begin with those of each rank")
         return Rows(rows.layout._replace(stage=rows.layout.stage + 1), rows.tree)
@@ -398,13 +399,17 @@ def _ends_in_columns(layout: Slots, dims: int) -> bool:
     return len(layout.dims) == dims and "column" not in names and [a[0] for a in layout.dims[-1]] in (["column"], [])
 
 
-def _grouped(atoms: list[tuple[str, int]], shape: tuple[int, ...]) -> Any:
+def _is(one: Any, other: Any) -> bool:
+    return statically_known_true(one == other)
+
+
+def _grouped(atoms: list[tuple[str, Any]], shape: tuple[Any, ...]) -> Any:
     """Groups atoms into dimensions of these sizes; None if an atom would be split."""
     left, out = list(atoms), []
     for size in shape:
-        dim: list[tuple[str, int]] = []
-        while math.prod(n for _, n in dim) != size:
-            if not left or math.prod(n for _, n in dim) > size:
+        dim: list[tuple[str, Any]] = []
+        while not _is(math.prod(n for _, n in dim), size):
+            if not left or statically_known_true(math.prod(n for _, n in dim) > size):
                 return None
             dim.append(left.pop(0))
         out.append(tuple(dim))

@@ -28,7 +28,7 @@ from ark_torch.compile import combining
 from ark_torch.compile.analysis import aten, tensor_of
 from ark_torch.compile.choices import SENT, Choices, copied, is_called, plain, same, sorts_up, taken
 from ark_torch.compile.expert_rows import Blocks, Follower, Rows, slots
-from ark_torch.compile.graph_edits import VIEWS, NotFused, call, erase, inherit
+from ark_torch.compile.graph_edits import VIEWS, NotFused, call, erase, inherit, size_node, value_of
 from ark_torch.compile.ir import Unsupported
 from ark_torch.compile.networks import Network, network_of
 from ark_torch.compile.operators.collectives import resolved
@@ -50,8 +50,12 @@ class Sent(NamedTuple):
     sorted: bool
     choices: Choices
     follower: Follower
-    slots: int  # per expert, from each rank; 0: there are none
+    slots: Any  # per expert, from each rank, a number or symbol; 0: there are none
     reads: Callable[[Node], bool]  # whether a node takes rows out of slots
+
+    @property
+    def in_slots(self) -> bool:
+        return not isinstance(self.slots, int) or self.slots > 0
 
 
 def fuse(graph: Graph, device: str = "cuda") -> list[str]:
@@ -104,7 +108,7 @@ def _brings_back(graph: Graph, started: Any) -> bool:
 def sent_by(wait: Any, started: Any) -> Sent | None:
     sent, received, sends, name = started.args
     device = wait.meta["val"].device
-    if any(isinstance(n, Node) for n in (*received, *sends)):
+    if any(isinstance(n, Node) for n in (*received, *sends)) and not are_even(started):
         choices = _counted(sends, received, resolved(name, device))
         if choices is None or not choices.are_splits(received, "got"):
             raise NotFused("its split sizes are not known as the counts of each rank's choices, exchanged by the group")
@@ -112,6 +116,13 @@ def sent_by(wait: Any, started: Any) -> Sent | None:
         assert isinstance(sent, Node)
         return Sent(sent, None, True, choices, Follower(choices, rows, _reads_none), 0, _reads_none)
     return _in_slots(wait, started)
+
+
+def are_even(started: Any) -> bool:
+    """Whether ranks exchange equal parts, of a size that may be symbolic."""
+    sent, received, sends, _ = started.args
+    whole = sent.meta["val"].shape[0]
+    return all(statically_known_true(value_of(n) * len(sends) == whole) for n in (*received, *sends))
 
 
 def _counted(sends: Any, received: Any, group: Any) -> Choices | None:
@@ -156,14 +167,15 @@ def _in_slots(wait: Any, started: Any) -> Sent | None:
         return None
     buffer, group = put.meta["val"], resolved(started.args[3], wait.meta["val"].device)
     world = group.size()
-    if any(not isinstance(n, int) for n in buffer.shape) or buffer.dim() != len(index) + 1 or len(index) > 2:
+    if not isinstance(buffer.shape[-1], int) or buffer.dim() != len(index) + 1 or len(index) > 2:
         raise NotFused("its rows are put where no expert's slots are known to be")
     expert, place, upto = (*index, None) if len(index) == 2 else _taken_apart(index[0])
     experts = buffer.shape[0]
     each = buffer.shape[1] if len(index) == 2 else 0
     if len(index) == 1:
-        expert, each = expert.args
-        experts = buffer.shape[0] // each if each and buffer.shape[0] % each == 0 else 0
+        expert, each = expert.args[0], value_of(expert.args[1])
+        experts = _quotient(buffer.shape[0], each)
+    experts = experts if isinstance(experts, int) else 0
     source = plain(expert)
     found = taken(source)
     if is_called(source, getitem) and source.args[1] == 0 and sorts_up(source.args[0]):
@@ -179,7 +191,7 @@ def _in_slots(wait: Any, started: Any) -> Sent | None:
         raise NotFused("two of its rows could be put into the same slot")
     count = rows.meta["val"].shape[0]
     most = flat.meta["val"].shape[0] if choices.distinct() else count
-    if not isinstance(count, int) or each < min(most, count):
+    if not any(statically_known_true(each >= upper) for upper in (most, count)):
         raise NotFused(f"an expert has {each} slots for each rank, and {most} rows may go there: some could be dropped")
     columns = buffer.shape[-1]
 
@@ -193,6 +205,15 @@ def _in_slots(wait: Any, started: Any) -> Sent | None:
     return Sent(rows, expert, in_order, choices, Follower(choices, start, reads), each, reads)
 
 
+def _quotient(whole: Any, part: Any) -> Any:
+    """How many parts, of a size that may be symbolic, make the whole; 0 if none are known to."""
+    for count in range(1, _MOST_EXPERTS + 1) if not isinstance(whole, int) else ():
+        if statically_known_true(part * count == whole):
+            return count
+    known = isinstance(whole, int) and isinstance(part, int) and part > 0 and whole % part == 0
+    return whole // part if known else 0
+
+
 def _taken_apart(index: Any) -> tuple[Any, Any, Any]:
     """Splits `expert * each + place` into the product, and the place or the place plus one."""
     index = plain(index)
@@ -200,7 +221,7 @@ def _taken_apart(index: Any) -> tuple[Any, Any, Any]:
     index = plain(index.args[0]) if less else index
     if is_called(index, aten.add.Tensor) and not index.kwargs:
         product, place = index.args
-        if is_called(product, aten.mul.Tensor) and isinstance(product.args[1], int):
+        if is_called(product, aten.mul.Tensor) and isinstance(value_of(product.args[1]), int | torch.SymInt):
             return (product, None, place) if less else (product, place, None)
     raise NotFused("its rows are put where no expert's slots are known to be")
 
@@ -243,7 +264,7 @@ def _fuse(wait: Any, started: Any, sent: Sent) -> str:
                 ids = call(graph, getitem, in_order, 0)
                 factors = call(graph, aten.gather.default, factors, 1, call(graph, getitem, in_order, 1))
         fused, target = _operator(
-            graph, x, ids, factors, weights, network.activation, choices, most_of(sent, tokens, k)
+            graph, x, ids, factors, weights, network.activation, choices, most_of(graph, sent, tokens, k, last)
         )
         if weighted is None:
             fused = call(graph, aten.view.default, fused, [-1, value.shape[1]])
@@ -254,7 +275,8 @@ def _fuse(wait: Any, started: Any, sent: Sent) -> str:
     inherit(fused, started)
     for one in follower.results if weighted is None else [last]:
         one.replace_all_uses_with(fused)
-    _forget_sizes(graph, follower, choices, sent.rows)
+    if not sent.in_slots:
+        _forget_sizes(graph, follower, choices, sent.rows)
     _renew(graph)
     _drop(graph, [last, *follower.results])
     return str(target)
@@ -273,15 +295,19 @@ def check_kind(rows: Any, result: Any, experts: int) -> None:
         raise NotFused(f"its rows have {value.shape[1]} columns, and what comes back has {given.shape[-1]}")
 
 
-def most_of(sent: Sent, tokens: Any, k: int) -> tuple[int, int]:
-    """The most tokens of any rank, and rows of any rank's experts, if ranks send equally many slots; else -1."""
-    if not sent.slots:
+def most_of(graph: Graph, sent: Sent, tokens: Any, k: int, before: Any) -> tuple[Any, Any]:
+    """The most tokens of any rank, and rows of any rank's experts, if ranks send equally many slots; else -1. Of
+    symbolic slots, nodes."""
+    if not sent.in_slots:
         return -1, -1
     choices = sent.choices
-    most = (
-        sent.slots if tokens is not None or not choices.distinct() else sent.slots * choices.flat.meta["val"].shape[1]
-    )
-    return most, choices.world * min(sent.slots * choices.local, most * k)
+    each = 1 if tokens is not None or not choices.distinct() else choices.flat.meta["val"].shape[1]
+    factors = each, choices.world * min(choices.local, each * k)
+    if isinstance(sent.slots, int):
+        return factors[0] * sent.slots, factors[1] * sent.slots
+    number = size_node(graph, sent.slots, before)
+    one, other = (number if factor == 1 else call(graph, mul, number, factor) for factor in factors)
+    return one, other
 
 
 def _operator(
@@ -292,12 +318,12 @@ def _operator(
     weights: tuple[Any, Any, Any],
     activation: str,
     choices: Choices,
-    most: tuple[int, int],
+    most: tuple[Any, Any],
 ) -> tuple[Any, Any]:
     w1, w3, w2 = weights
     name, experts = choices.group_name, choices.experts
     plain = w3 is None and all(one.meta["val"].is_contiguous() for one in (w1, w2))  # otherwise they would be copied
-    if most[0] >= 0 and factors is not None and plain:
+    if most != (-1, -1) and factors is not None and plain:
         target = torch.ops.ark.moe_layer.default
         made = call(graph, target, x, ids, factors, w1, w2, name, experts, activation, *most, False, 0)
         return call(graph, getitem, made, 0), target

@@ -49,8 +49,10 @@ def fuse(graph: Graph, device: str = "cuda") -> list[str]:
 
 
 def _fuse(graph: Graph, started: Any, sent: Any) -> str:
-    if not sent.slots:
+    if not sent.in_slots:
         raise NotFused("it trains, and its split sizes are read from tensors")
+    if not isinstance(sent.slots, int):
+        raise NotFused("it trains, and its sizes are symbolic")
     forward = [node for node in graph.nodes if not is_backward(node)]
     network = network_of(sent.follower.run(forward))
     if len(sent.follower.results) != 1:
@@ -67,7 +69,7 @@ def _fuse(graph: Graph, started: Any, sent: Any) -> str:
         ids = call(graph, aten.view.default, sent.expert, [-1, 1])
         if ids.meta["val"].dtype not in (torch.int32, torch.int64):
             ids = call(graph, torch.ops.prims.convert_element_type.default, ids, torch.int64)
-        most, most_rows = experts.most_of(sent, None, 1)
+        most, most_rows = experts.most_of(graph, sent, None, 1, result)
         ark: Any = torch.ops.ark
         made = call(
             graph, ark.moe_dispatch.default, sent.rows, ids, name, sent.choices.experts, most, most_rows, False, 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
@@ -46,6 +47,25 @@ def copied_from(node: Node) -> Node | None:
         return None
     pairs = zip((*one.shape, *one.stride()), (*two.shape, *two.stride()), strict=True)
     return other if all(statically_known_true(mine == theirs) for mine, theirs in pairs) else None
+
+
+def value_of(size: Any) -> Any:
+    """The number or symbol that a size in a graph is."""
+    return size.meta["val"] if isinstance(size, Node) else size
+
+
+def size_node(graph: Graph, size: torch.SymInt, before: Node) -> Node:
+    """A node in front of another whose value is this symbol."""
+    for node in graph.nodes:
+        if node is before:
+            break
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt) and statically_known_true(value == size):
+            return node  # type: ignore[no-any-return]
+        for dim, n in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+            if isinstance(n, torch.SymInt) and statically_known_true(n == size):
+                return call(graph, aten.sym_size.int, node, dim)
+    raise NotFused("its sizes are symbolic")
 
 
 def alone(node: Node) -> None:

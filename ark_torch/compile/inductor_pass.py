@@ -57,7 +57,8 @@ class FuseCollectives(CustomGraphPass):  # type: ignore[misc]
         for line in lines:
             log.info("Inductor's graph: %s", line)
         if self._report is not None:
-            self._report.products += lines
+            # A graph that goes to Inductor whole was looked at before.
+            self._report.products += [line for line in lines if line not in self._report.products]
 
     def uuid(self) -> Any:
         if self._report is not None:

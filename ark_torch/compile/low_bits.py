@@ -32,6 +32,7 @@ from ark_torch.compile.decoding import (
 from ark_torch.compile.ir import Strided, Unsupported
 
 MOST_ROWS = 16  # on a GPU: kTensorRows of kernels/cuda/loop
+LINE = 16  # float8 rows are multiplied as such if they are of a multiple of this
 GROUPS = 32  # the size of a group is a multiple of this
 CODES = {torch.int8: "int8", torch.uint8: "int4", torch.float8_e4m3fn: "float8"}
 PACKED = aten._weight_int4pack_mm_for_cpu.default
@@ -67,9 +68,15 @@ def weight_of(product: Node) -> Weight | None:
     return weight
 
 
-def mark(graph: Graph) -> list[str]:
+def multiplies_float8(weight: Weight, rows: int) -> bool:
+    """Whether a product of float8 rows with the weight is one of float8 numbers, not one of decoded weights."""
+    depth = weight.codes.shape[0]
+    return rows > MOST_ROWS and depth % LINE == 0 and weight.groups == 1 and not weight.decoded.unpacked
+
+
+def mark(graph: Graph, forced: bool = False) -> list[str]:
     """Marks products and the operators that decode their weights. Returns how many there are of each form, and why
-    others are not fused."""
+    others are not fused. `forced`: ark runs all that it can, also what was not measured to be faster."""
     told: Counter[str] = Counter()
     found: dict[Node, Weight] = {}
     coded: dict[Node, bool] = {}
@@ -78,12 +85,16 @@ def mark(graph: Graph) -> list[str]:
     for product in graph.nodes:
         try:
             if product.target in _OWN:
-                product.meta[_WEIGHT] = _OWN[product.target](product)
+                weight = _OWN[product.target](product)
+                _check_rows(product, weight, forced)
+                product.meta[_WEIGHT] = weight
                 told[f"product of {weight_of(product)}"] += 1
             elif product.target in scaled_products.OPERATORS:
-                found[product] = _scaled(product, written)
+                found[product] = _scaled(product, written, forced)
             elif product.target in (aten.mm.default, aten.addmm.default) and may_decode(product.args[-1], coded):
-                found[product] = weight_of_product(product)
+                weight = weight_of_product(product)
+                _check_rows(product, weight, forced)
+                found[product] = weight
         except (NotTaken, Unsupported) as reason:
             told[f"a product of coded weights is not ark's: {reason}"] += 1
     chains = {product: _chain(_weight_argument(product)) for product in found}
@@ -110,29 +121,59 @@ def _weight_argument(product: Node) -> Node:
     return weight
 
 
-def _check_rows(product: Node) -> None:
+def _rows_of(product: Node) -> tuple[int, torch.device]:
     value = tensor_of(product)
     if value is None or any(type(n) is not int for n in value.shape):
         raise NotTaken("its sizes are symbolic")
-    if value.device.type == "cuda" and value.shape[0] > MOST_ROWS:
-        raise NotTaken(f"it has more than {MOST_ROWS} rows ({value.shape[0]})")
+    return value.shape[0], value.device
 
 
-def _scaled(product: Node, written: set[Node]) -> Weight:
+def _check_rows(product: Node, weight: Weight, forced: bool, float8_rows: bool = False) -> None:
+    """Raises NotTaken if a GPU has no kernel for many rows, or one that nobody has measured yet: then only those who
+    force ark get it."""
+    rows, device = _rows_of(product)
+    if device.type != "cuda" or rows <= MOST_ROWS:
+        return
+    many = f"it has more than {MOST_ROWS} rows ({rows})"
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        raise NotTaken(f"{many}, and its GPU is not of compute capability 9.0")
+    if float8_rows and not multiplies_float8(weight, rows):
+        raise NotTaken(f"{many}, of a depth that is no multiple of {LINE}")
+    if not float8_rows and not _decoded_in_tiles(product, weight):
+        raise NotTaken(f"{many}, which are no half types, or lie where tensor cores cannot copy them from")
+    if not forced:
+        raise NotTaken(f'{many}, and options={{"choose": "ark"}} is not given')
+
+
+def _decoded_in_tiles(product: Node, weight: Weight) -> bool:
+    """As decoded_in_tiles() of csrc/compiler/passes/matmul_tiling.cpp."""
+    value, codes, depth = tensor_of(product), weight.codes, weight.group * weight.groups
+    return (
+        value is not None
+        and value.dtype.itemsize == 2
+        and weight.decoded.block == 0
+        and depth % LINE == 0
+        and (codes.strides[1] % LINE, codes.offset % LINE) == (0, 0)
+    )
+
+
+def _scaled(product: Node, written: set[Node], forced: bool) -> Weight:
     """The weight of a product of float8 rows (scaled_products.py)."""
-    _check_rows(product)
+    _rows_of(product)
     scaled_products.check_rows(product, written)
     decoded, scale = follow(_weight_argument(product)), leaf_of(scaled_products.parts_of(product).weight_scale)
     if decoded is None or decoded.scale is not None or decoded.zero is not None:
         raise NotTaken("its weights are not given to the graph as float8")
     if scale is None:
         raise NotTaken("its scales are computed in the graph")
-    return _as_matrix(scaled_by(decoded, scale))
+    weight = _as_matrix(scaled_by(decoded, scale))
+    _check_rows(product, weight, forced, float8_rows=True)
+    return weight
 
 
 def of_bytes(product: Node) -> Weight:
     """The weight of PyTorch's own operator for int8 in plain order, with a scale a channel."""
-    _check_rows(product)
+    _rows_of(product)
     codes, scale = (leaf_of(one) for one in product.args[1:])
     if codes is None or scale is None or codes.view.dtype != torch.int8 or len(codes.view.shape) != 2:
         raise NotTaken("its codes or scales are computed in the graph")
@@ -142,7 +183,7 @@ def of_bytes(product: Node) -> Weight:
 
 def in_tiles(product: Node) -> Weight:
     """The weight of PyTorch's own operator for int4 on GPUs."""
-    _check_rows(product)
+    _rows_of(product)
     _, codes, group, scales = product.args
     value = tensor_of(codes) if isinstance(codes, Node) else None
     scale = leaf_of(scales)
@@ -228,7 +269,7 @@ def weight_of_product(product: Node) -> Weight:
         raise NotTaken("its sizes are symbolic")
     if any(product.kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
         raise NotTaken("its sum is scaled")
-    _check_rows(product)
+    _rows_of(product)
     decoded = follow(weight)
     if decoded is None:
         raise NotTaken("its weights are not decoded by operators that ark knows")

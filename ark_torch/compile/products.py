@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 import ark_torch.ops  # noqa: F401  (their fake kernels)
 from ark_torch.compile.analysis import aten, is_getitem, tensor_of
-from ark_torch.compile.graph_edits import VIEWS, NotFused, alone, call, copied_from, erase, inherit
+from ark_torch.compile.graph_edits import VIEWS, NotFused, alone, call, copied_from, erase, inherit, value_of
 from ark_torch.compile.ir import Unsupported
 from ark_torch.compile.operators.collectives import resolved
 
@@ -100,15 +100,11 @@ def _start_of(piece: Node) -> tuple[Any, Any, Any]:
     """What a piece is taken of by split or slice, in which dimension, and where it starts; None for other nodes."""
     if is_getitem(piece) and (split := piece.args[0]).target is aten.split.Tensor:  # type: ignore[union-attr]
         source, size, dim = (*split.args, 0)[:3]  # type: ignore[union-attr]
-        return source, dim, piece.args[1] * _value(size)
+        return source, dim, piece.args[1] * value_of(size)
     if piece.target is aten.slice.Tensor and len(piece.args) < 5:
         source, dim, start = (*piece.args, 0, 0)[:3]
-        return source, dim, _value(start)
+        return source, dim, value_of(start)
     return None, 0, 0
-
-
-def _value(size: Any) -> Any:
-    return size.meta["val"] if isinstance(size, Node) else size
 
 
 def _pieces_in_order(cat: Node, dim: int, world: int, split_dim: int) -> Node:
@@ -284,15 +280,12 @@ def _gather(wait: Node, started: Node, least_rows: int) -> str:
     turned = middle and not statically_known_true(_sizes(source)[0] == 1)
     _size_of_source(base, source, world)
     conversion = _converted(base, depth)
-    if not turned:
-        _read_once(base, started, source, world)
+    _read_once(base, started, source, world)
     read = conversion or base
     order = {one: i for i, one in enumerate(graph.nodes)}
     products, read_too = _readers(read, depth)
     if not products:
         raise NotFused("it is read by no product")
-    if read_too and turned:
-        raise NotFused("what is gathered has several readers, in another order than it comes in")
     product = min(products, key=order.__getitem__)
     if not source.meta["val"].is_contiguous():
         raise NotFused("a view takes its rows apart")
@@ -306,14 +299,17 @@ def _gather(wait: Node, started: Node, least_rows: int) -> str:
             a = call(graph, _CONVERSION, a, conversion.meta["val"].dtype)
         both = call(graph, torch.ops.ark.all_gather_matmul.default, a, b, group.group_name, "auto", 0, read_too, bias)
         result = call(graph, getitem, both, 0)
-        if read_too:
-            again = _view(call(graph, getitem, both, 1), _sizes(read), first)
-        if turned:
-            result = _turned(result, [world, _sizes(source)[0], -1], first)
+        again = call(graph, getitem, both, 1) if read_too else None
+        if turned:  # as the readers have them
+            first_two = [world, _sizes(source)[0], -1]
+            result = _turned(result, first_two, first)
+            again = _turned(again, first_two, first) if again is not None else None
+        if again is not None:
+            again = _view(again, _sizes(read), first)
     inherit(both, product)
     product.replace_all_uses_with(result)
     erase(product)
-    if read_too:
+    if again is not None:
         read.replace_all_uses_with(again)
         erase(read)
     return str(both.target)

@@ -1,8 +1,9 @@
 """Products of float8 rows with float8 weights: torch._scaled_mm and torch.nn.functional.scaled_mm.
 
 torchao's Float8DynamicActivationFloat8WeightConfig makes them. A graph converts its rows to float8 right before the
-product. ark keeps no float8 tensors, but rounds the rows to float8 numbers and holds them as float16, which is exact.
-So the conversion becomes free, like the operators that decode weights (low_bits.py), and the product's lowering rounds.
+product. ark rounds the rows to float8 numbers. It holds few rows as float16, which is exact, and multiplies them with
+decoded weights; many rows stay float8, which tensor cores multiply (operators/dequantized.py). So the conversion
+becomes free, like the operators that decode weights (low_bits.py), and the product's lowering rounds.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ class Parts(NamedTuple):
     row_scale: Node
     weight_scale: Node
     bias: Node | None
+    fast: bool  # whether the sum may be less exact than one of float32
 
 
 def parts_of(product: Node) -> Parts:
-    """The arguments that matter: use_fast_accum allows a sum that is less exact."""
+    """The arguments that matter."""
     names = [argument.name for argument in product.target._schema.arguments]  # type: ignore[union-attr]
     given: dict[str, Any] = {**dict(zip(names, product.args, strict=False)), **product.kwargs}
     scales = [given["scale_a"], given["scale_b"]]
@@ -45,7 +47,8 @@ def parts_of(product: Node) -> Parts:
         raise NotTaken("its result is scaled")
     if given.get("contraction_dim"):
         raise NotTaken("it says along which dimension it sums")
-    return Parts(given["self"], given["mat2"], scales[0], scales[1], given.get("bias"))
+    fast = bool(given.get("use_fast_accum", False))
+    return Parts(given["self"], given["mat2"], scales[0], scales[1], given.get("bias"), fast)
 
 
 def conversion_of(rows: Node) -> Node:

@@ -146,7 +146,6 @@ def moe_layer(
     activation: str = "silu",
     max_tokens: int | None = None,
     max_rows: int | None = None,
-    form: str = "auto",
 ) -> Tensor:
     """A mixture of experts with expert parallelism: `moe_dispatch`, this rank's feed-forward networks, `moe_combine`.
 
@@ -165,10 +164,6 @@ def moe_layer(
         group: a group of the backend "ark"; None: the default group.
         activation: "silu", "gelu", "gelu_tanh" or "relu".
         max_tokens, max_rows: as in `moe_dispatch`.
-        form: "unfused": dispatch, products and combine one after the other. "fused": one kernel in which products start
-            as rows arrive and rows return tile by tile, with the same bits (float16 and bfloat16 on Hopper, up to 256
-            experts; calls that take gradients, and groups of one rank, are unfused). "auto": the faster one by
-            measurement.
 
     Returns:
         `[tokens, dim]`, with the dtype of `x`.
@@ -189,7 +184,7 @@ def moe_layer(
     layer = (topk_weights, w1, w2, activation)
     max_tokens, max_rows, met = _bounds(x, topk_ids, name, num_experts, max_tokens, max_rows, trained, *layer)
     result: Tensor = torch.ops.ark.moe_layer(
-        x, topk_ids, topk_weights, w1, w2, name, num_experts, activation, max_tokens, max_rows, met, trained, form
+        x, topk_ids, topk_weights, w1, w2, name, num_experts, activation, max_tokens, max_rows, met, trained
     )[0]
     return result
 
@@ -371,7 +366,6 @@ def _fake_layer(
     max_rows: Any,
     met: bool,
     trained: int,
-    form: str = "auto",
 ) -> tuple[Tensor, ...]:
     saved = _fake_dispatch(x, topk_ids, group_name, num_experts, max_tokens, max_rows, met, trained)
     if not trained:
@@ -402,7 +396,7 @@ def _backward_layer(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Any, ...]:
     if needs[2]:
         brought = gather(y, *more, None, ctx.group_name, ctx.max_tokens, False, 0)
         of_weights = _product(brought, _per_choice(gradient), topk_weights.dtype)
-    return of_x, None, of_weights, of_w1 if needs[3] else None, of_w2 if needs[4] else None, *[None] * 8
+    return of_x, None, of_weights, of_w1 if needs[3] else None, of_w2 if needs[4] else None, *[None] * 7
 
 
 for _operator, _fake, _save, _backward in (

@@ -113,7 +113,7 @@ _library: Any = torch.library.Library("ark", "FRAGMENT")  # type: ignore[no-unty
 _library.define(
     "moe_feed_forward(Tensor x, Tensor topk_ids, Tensor? topk_weights, Tensor w1, Tensor? w3, Tensor w2, "
     "str group_name, int num_experts, str activation, "
-    "int max_tokens, int max_rows) -> Tensor"
+    "SymInt max_tokens, SymInt max_rows) -> Tensor"
 )
 _library.impl("moe_feed_forward", feed_forward, "CompositeExplicitAutograd")
 torch.library.register_fake("ark::moe_feed_forward", _fake)

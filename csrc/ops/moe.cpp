@@ -44,14 +44,6 @@ void check_weights(const CallSite& site, const at::Tensor& weights, int64_t toke
                  "Pass a weight for each choice.");
 }
 
-void check_form(const CallSite& site, const MoeDispatch& call, bool sized) {
-  if (call.form != "auto" && call.form != "fused" && call.form != "unfused")
-    refuse_value(site, "form is '" + call.form + "'", "Pass 'auto', 'fused' or 'unfused'.");
-  if (call.form != "fused" || !sized) return;
-  const std::string why = why_not_fused(call);
-  if (!why.empty()) refuse_value(site, "form is 'fused', and " + why, "Pass form='auto', or another shape.");
-}
-
 void check(const CallSite& site, const MoeDispatch& call, int size, bool sized) {
   check_rows_type(site, "x", call.x);
   if (call.x.dim() != 2)
@@ -86,15 +78,12 @@ void check(const CallSite& site, const MoeDispatch& call, int size, bool sized) 
   if (call.w1) {
     check_weights(site, *call.weights, call.x.size(0), call.topk_ids.size(1), call.x.device());
     check_experts(site, *call.w1, *call.w2, call.x, call.experts / size, call.activation);
-    check_form(site, call, sized);
   }
   if (!call.x.is_cuda()) check_ids(site, call.topk_ids, call.experts);
 }
 
 std::vector<Field> fields_of(const MoeDispatch& call, bool sized) {
-  // moe_layout() does not know the form; it only precedes a call that is not compared again.
-  const int64_t form = call.form == "auto" ? 0 : call.form == "fused" ? 1 : 2;
-  return {{"operator, or form", (call.w1 ? kLayer : kDispatch) + 10 * form},
+  return {{"operator", call.w1 ? kLayer : kDispatch},
           {"dtype", static_cast<int64_t>(call.x.scalar_type())},
           {"number of columns of x", call.x.size(1)},
           {"number of choices of a token (columns of topk_ids)", call.topk_ids.size(1)},
@@ -151,7 +140,7 @@ int64_t print_of(const at::Tensor& rank_counts) {
 }
 
 std::vector<Field> fields_of(const MoeRows& call, bool gathers) {
-  return {{"operator, or form", gathers ? kGather : kScatter},
+  return {{"operator", gathers ? kGather : kScatter},
           {"dtype", static_cast<int64_t>(call.rows.scalar_type())},
           {gathers ? "number of columns of y" : "number of columns of x", call.dim()},
           {"number of choices of a token", call.k()},
@@ -282,11 +271,6 @@ MoeLayer moe_layer(const MoeDispatch& given, bool saves) {
       const auto none = [&](at::ScalarType type) { return at::empty({0}, out.options().dtype(type)); };
       return {out, none(out.scalar_type()), none(at::kLong), none(at::kInt), none(at::kInt), none(out.scalar_type())};
     };
-    const bool fuses = !saves && group.getSize() > 1 && call.form != "unfused" && why_not_fused(call).empty() &&
-                       (call.form == "fused" || prefers_fused(call));
-    if (fuses) {
-      if (const auto out = moe_layer_fused(weighted(call), group)) return alone(*out);
-    }
     if (!saves && call.x.is_cuda() && moe_experts_need_no_host(call.x, *call.w1, *call.w2)) {
       if (const auto out = moe_layer_cuda(weighted(call), group)) return alone(*out);
     }

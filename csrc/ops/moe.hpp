@@ -39,7 +39,7 @@ struct MoeDispatch {
   int64_t trained = 0;
   // Only for moe_layer.
   std::optional<at::Tensor> weights = {}, w1 = {}, w2 = {};
-  std::string activation = {}, form = "auto";
+  std::string activation = {};
 
   const char* name() const { return w1 ? "moe_layer" : "moe_dispatch"; }
 };
@@ -75,9 +75,11 @@ using MoeLayer = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::
 MoeLayer moe_layer(const MoeDispatch& call, bool saves);
 
 // This rank's experts. rows: sorted by expert, `counts` of each. w1: [experts, ffn, dim], or gates followed by factors
-// in [experts, 2 * ffn, dim]; w2: [experts, dim, ffn]. Rows after the counts are undefined.
+// in [experts, 2 * ffn, dim]; w2: [experts, dim, ffn]. Rows after the counts are undefined. `products`: "auto", or how
+// to multiply: both by the "kernel" of moe_product.cpp or by PyTorch ("library"), or the first and the second
+// ("mixed").
 at::Tensor moe_experts(const at::Tensor& rows, const at::Tensor& counts, const at::Tensor& w1, const at::Tensor& w2,
-                       const std::string& activation);
+                       const std::string& activation, const std::string& products = "auto");
 // Gradients of rows, w1 and w2.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> moe_experts_backward(const at::Tensor& gradient, const at::Tensor& rows,
                                                                     const at::Tensor& counts, const at::Tensor& w1,
@@ -103,15 +105,6 @@ at::Tensor moe_gather_cpu(const MoeRows& call, ProcessGroupArk& group);
 at::Tensor moe_gather_cuda(const MoeRows& call, ProcessGroupArk& group);
 // Runs the layer in one go for experts that need no host. Returns nothing if it cannot move the rows.
 std::optional<at::Tensor> moe_layer_cuda(const MoeDispatch& call, ProcessGroupArk& group);
-// The same in one kernel (moe_fused.cpp).
-std::optional<at::Tensor> moe_layer_fused(const MoeDispatch& call, ProcessGroupArk& group);
-// Has later launches of that kernel in this process write their times (device::MoeStamp) to `stamps`, int64
-// [blocks, 14, 2] on the device; none: no more.
-void moe_layer_profile(const std::optional<at::Tensor>& stamps);
-// Why that kernel cannot take the call; empty: it can.
-std::string why_not_fused(const MoeDispatch& call);
-// Whether it is the faster form by measurement, for a call that it can take.
-bool prefers_fused(const MoeDispatch& call);
 MoeDispatched moe_dispatch_unfused(const MoeDispatch& call, ProcessGroupArk& group);
 at::Tensor moe_scatter_unfused(const MoeRows& call, ProcessGroupArk& group);
 at::Tensor moe_gather_unfused(const MoeRows& call, ProcessGroupArk& group);

@@ -2,10 +2,13 @@
 //
 // The products use ark's kernel (forward, half types on Hopper; moe_product), PyTorch's grouped product (bfloat16 on
 // Hopper and later), or PyTorch's product expert by expert. The last reads the counts on the host, so it cannot be
-// captured on a GPU. Results of each step are rounded to the dtype, as by PyTorch's separate operators.
+// captured on a GPU. Results of each step are rounded to the dtype, as by PyTorch's separate operators; the order in
+// which a product is added in float32 is that of the way, which shapes and rooms alone decide.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_grouped_mm.h>
 #include <c10/core/DeviceGuard.h>
+
+#include <limits>
 
 #include "ops/moe.hpp"
 #include "process_group/cuda/cuda_group.hpp"
@@ -16,6 +19,11 @@ namespace {
 
 const CallSite kSite{-1, "moe_experts"};
 
+// Room for rows per expert from which the second product, which nothing follows, is PyTorch's grouped product.
+constexpr int64_t kLibraryRoom = std::numeric_limits<int64_t>::max();
+
+enum class Ways { kernel, mixed, library };  // of the first and the second product
+
 bool is_gated(const at::Tensor& w1, const at::Tensor& w2) {
   return w1.size(1) != w2.size(2);
 }
@@ -25,6 +33,11 @@ bool grouped_on_device(const at::Tensor& x, const at::Tensor& w1, const at::Tens
   const bool wide = x.size(1) % 8 == 0 && w1.size(1) % 8 == 0 && w2.size(2) % 8 == 0;
   return x.is_cuda() && x.scalar_type() == at::kBFloat16 && wide &&
          device_attribute(x.device().index(), CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) >= 9;
+}
+
+// Whether PyTorch's grouped product reads these matrices where they are.
+bool is_wide(const at::Tensor& w) {
+  return w.is_contiguous() && reinterpret_cast<uintptr_t>(w.const_data_ptr()) % 16 == 0;
 }
 
 // Computes the products of all experts in one of several ways.
@@ -112,6 +125,19 @@ at::Tensor activated_backward(const at::Tensor& gradient, const at::Tensor& x, c
   return at::gelu_backward(gradient, x, activation == "gelu" ? "none" : "tanh");
 }
 
+// `products`: "auto", or the way to take.
+Ways ways_of(const at::Tensor& rows, const at::Tensor& w1, const at::Tensor& w2, const std::string& products) {
+  const bool takes = moe_product_takes(rows, w1, w2), mixes = takes && grouped_on_device(rows, w1, w2) && is_wide(w2);
+  if (products == "auto")
+    return !takes ? Ways::library : mixes && rows.size(0) / w1.size(0) >= kLibraryRoom ? Ways::mixed : Ways::kernel;
+  if (products == "library") return Ways::library;
+  if (products == "kernel" && takes) return Ways::kernel;
+  if (products == "mixed" && mixes) return Ways::mixed;
+  refuse(kSite, ErrorKind::invalid_argument,
+         "products is '" + products + "' for " + dtype_name(rows.scalar_type()) + " on " + rows.device().str(),
+         "Pass 'auto' or 'library'; 'kernel' and 'mixed' are for float16 and bfloat16 on Hopper GPUs.");
+}
+
 void check_counted(const at::Tensor& rows, const at::Tensor& counts, const at::Tensor& w1, const at::Tensor& w2,
                    const std::string& activation) {
   if (rows.dim() != 2 || counts.dim() != 1)
@@ -153,14 +179,18 @@ void check_experts(const CallSite& site, const at::Tensor& w1, const at::Tensor&
 }
 
 at::Tensor moe_experts(const at::Tensor& rows, const at::Tensor& counts, const at::Tensor& w1, const at::Tensor& w2,
-                       const std::string& activation) {
+                       const std::string& activation, const std::string& products) {
   return with_torch_errors([&] {
     const at::AutoDispatchBelowADInplaceOrView below;
     const c10::OptionalDeviceGuard guard(rows.device());
     check_counted(rows, counts, w1, w2, activation);
     if (rows.numel() == 0) return at::zeros_like(rows);
-    if (moe_product_takes(rows, w1, w2))
-      return moe_product(moe_product(rows, counts, w1, is_gated(w1, w2), activation), counts, w2, false, "");
+    const Ways ways = ways_of(rows, w1, w2, products);
+    if (ways != Ways::library) {
+      const at::Tensor inner = moe_product(rows, counts, w1, is_gated(w1, w2), activation);
+      if (ways == Ways::kernel) return moe_product(inner, counts, w2, false, "");
+      return Grouped(rows, counts, w1, w2).product(inner, w2.transpose(1, 2));
+    }
     const Grouped grouped(rows, counts, w1, w2);
     const at::Tensor hidden = grouped.product(rows, w1.transpose(1, 2));
     const int64_t ffn = w2.size(2);

@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <limits>
 
+#include "collectives/cuda/fused_stubs.hpp"
 #include "jit/kernel.hpp"
 #include "ops/moe.hpp"
-#include "ops/moe_shapes.hpp"
 #include "ops/tensor_map.hpp"
 #include "process_group/cuda/cuda_group.hpp"
 
@@ -14,6 +14,24 @@ namespace ark::ops {
 namespace {
 
 using device::MatmulShape;
+
+// Cycles per step (64 of the depth) of a tile of each of kMatmulShapes, fitted to whole products on an H200.
+constexpr int64_t kStepCycles[] = {1138, 890, 510, 360};
+static_assert(std::size(kStepCycles) == std::size(kMatmulShapes));
+constexpr int64_t kMultiprocessors = 132;  // as on all linked Hoppers; any number is correct
+
+// Half groups of rows if an expert has about `rows` rows. Its last group is half full on average.
+int64_t half_groups(int64_t rows, const MatmulShape& shape) {
+  return rows < shape.rows ? 2 : 2 * rows / shape.rows + 1;
+}
+
+device::MoeActivation activation_of(const std::string& name) {
+  if (name == "silu") return device::MoeActivation::silu;
+  if (name == "gelu") return device::MoeActivation::gelu;
+  if (name == "gelu_tanh") return device::MoeActivation::gelu_tanh;
+  if (name == "relu") return device::MoeActivation::relu;
+  return device::MoeActivation::none;
+}
 
 // The shape whose waves of tiles take the fewest cycles if each expert has about `rows` rows. All shapes
 // give the same bits.

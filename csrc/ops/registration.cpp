@@ -129,9 +129,9 @@ std::vector<int64_t> moe_layout(const at::Tensor& x, const at::Tensor& topk_ids,
 ark::ops::MoeLayer moe_layer(const at::Tensor& x, const at::Tensor& topk_ids, const at::Tensor& weights,
                              const at::Tensor& w1, const at::Tensor& w2, c10::string_view group, int64_t num_experts,
                              c10::string_view activation, int64_t max_tokens, int64_t max_rows, bool met,
-                             int64_t trained, c10::string_view form) {
+                             int64_t trained) {
   return ark::ops::moe_layer({x, topk_ids, std::string(group), num_experts, max_tokens, max_rows, met, trained, weights,
-                              w1, w2, std::string(activation), std::string(form)},
+                              w1, w2, std::string(activation)},
                              trained != 0);
 }
 
@@ -157,6 +157,11 @@ at::Tensor moe_gather(const at::Tensor& y, const at::Tensor& places, const at::T
 at::Tensor moe_experts(const at::Tensor& rows, const at::Tensor& counts, const at::Tensor& w1, const at::Tensor& w2,
                        c10::string_view activation) {
   return ark::ops::moe_experts(rows, counts, w1, w2, std::string(activation));
+}
+
+at::Tensor moe_experts_by(const at::Tensor& rows, const at::Tensor& counts, const at::Tensor& w1, const at::Tensor& w2,
+                          c10::string_view activation, c10::string_view products) {
+  return ark::ops::moe_experts(rows, counts, w1, w2, std::string(activation), std::string(products));
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> moe_experts_backward(const at::Tensor& gradient, const at::Tensor& rows,
@@ -254,9 +259,8 @@ TORCH_LIBRARY(ark, library) {
       "Tensor? topk_weights, Tensor? w1, Tensor? w2, str activation) -> int[]");
   library.def(
       "moe_layer(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w1, Tensor w2, str group_name, "
-      "int num_experts, str activation, SymInt max_tokens, SymInt max_rows, bool met, int trained, str form='auto') -> "
+      "int num_experts, str activation, SymInt max_tokens, SymInt max_rows, bool met, int trained) -> "
       "(Tensor out, Tensor rows, Tensor counts, Tensor places, Tensor rank_counts, Tensor y)");
-  library.def("moe_layer_profile(Tensor(a!)? stamps) -> ()");
   library.def(
       "moe_dispatch(Tensor x, Tensor topk_ids, str group_name, int num_experts, SymInt max_tokens, SymInt max_rows, "
       "bool met, int trained) -> (Tensor rows, Tensor counts, Tensor places, Tensor rank_counts)");
@@ -267,6 +271,9 @@ TORCH_LIBRARY(ark, library) {
       "moe_gather(Tensor y, Tensor places, Tensor rank_counts, Tensor? topk_weights, str group_name, "
       "SymInt max_tokens, bool summed, int trained) -> Tensor");
   library.def("moe_experts(Tensor rows, Tensor counts, Tensor w1, Tensor w2, str activation) -> Tensor");
+  // For tests and benchmarks, which compare the ways.
+  library.def(
+      "moe_experts_by(Tensor rows, Tensor counts, Tensor w1, Tensor w2, str activation, str products) -> Tensor");
   library.def(
       "moe_experts_backward(Tensor gradient, Tensor rows, Tensor counts, Tensor w1, Tensor w2, str activation) -> "
       "(Tensor, Tensor, Tensor)");
@@ -299,10 +306,10 @@ TORCH_LIBRARY_IMPL(ark, CompositeExplicitAutograd, library) {
   library.impl("moe_layout", &moe_layout);
   library.impl("moe_dispatch", &moe_dispatch);
   library.impl("moe_layer", &moe_layer);
-  library.impl("moe_layer_profile", &ark::ops::moe_layer_profile);
   library.impl("moe_scatter", &moe_scatter);
   library.impl("moe_gather", &moe_gather);
   library.impl("moe_experts", &moe_experts);
+  library.impl("moe_experts_by", &moe_experts_by);
   library.impl("moe_experts_backward", &moe_experts_backward);
   library.impl("quantize", &quantize);
   library.impl("dequantize", &dequantize);

@@ -199,22 +199,47 @@ bool ProcessGroupArk::launch_region(const char* name, c10::Device device, Region
   site(name);
   const auto cuda = cuda_side(name, device);
   if (cuda->carrier) return false;
+  enqueue_region(name, cuda, [&](Communicator&, Operation& operation) {
+    if (const auto communicator = cuda->communicator()) launch(*communicator, operation);
+  });
+  return true;
+}
+
+bool ProcessGroupArk::launch_over_nodes(const char* name, c10::Device device, NodesLaunch launch) {
+  site(name);
+  const auto cuda = cuda_side(name, device);
+  if (!cuda->nodes()) return false;
+  enqueue_region(name, cuda, [&](Communicator&, Operation& operation) {
+    if (const auto nodes = cuda->nodes()) launch(*nodes, operation);
+  });
+  return true;
+}
+
+void ProcessGroupArk::enqueue_region(const char* name, const std::shared_ptr<CudaGroup>& cuda, const Body& body) {
   Call call{};
   call.type = c10d::OpType::UNKNOWN;
   call.name = call.event = name;
   call.timeout = c10d::kUnsetTimeout;
-  const auto body = [&](Communicator&, Operation& operation) {
-    if (const auto communicator = cuda->communicator()) launch(*communicator, operation);
-  };
   enqueue(call, body, cuda);
-  return true;
+}
+
+int ProcessGroupArk::regions_over_nodes(std::string& why) const {
+  if (core_->shm) return 1;
+  if (!core_->plan) return why = "its ranks share no memory", 0;
+  const NodePlan& plan = *core_->plan;
+  if (!core_->rdma || options_->net != rdma::Wish::rdma)
+    why = "no RDMA between them (ARK_NET=rdma)";
+  else if (const std::string shape = BetweenStage::why_not(plan); !shape.empty())
+    why = shape;
+  else if (!plan.flat() && (options_->sums.flat || options_->sums.input_partials))
+    why = "sums in another order than that of nodes with float32 partials (ARK_ORDER, ARK_PARTIALS)";
+  return why.empty() ? plan.nodes() : 0;
 }
 
 void ProcessGroupArk::check_region(const char* name, c10::Device device) {
-  const auto communicator = cuda_side(name, device)->communicator();
-  if (communicator == nullptr) return;
+  const auto cuda = cuda_side(name, device);
   try {
-    communicator->check(core_->context(name, 0, c10d::kUnsetTimeout));
+    cuda->check(core_->context(name, 0, c10d::kUnsetTimeout));
   } catch (const Error& error) {
     throw error.at(rank_, name);
   }

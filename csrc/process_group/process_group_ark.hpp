@@ -39,6 +39,7 @@
 namespace ark {
 
 class CudaCommunicator;
+class NodesCommunicator;
 class CudaGroup;
 class CudaWork;
 class NcclEntry;
@@ -201,6 +202,13 @@ class ProcessGroupArk : public c10d::Backend {
   // one operation of the group. Returns false, and does nothing, if ark does not carry CUDA tensors of this group.
   using RegionLaunch = c10::function_ref<void(CudaCommunicator&, const Operation&)>;
   bool launch_region(const char* name, c10::Device device, RegionLaunch launch);
+  // The same for a group over several nodes, with which regions_over_nodes() agrees. Returns false also if the group is
+  // on one node.
+  using NodesLaunch = c10::function_ref<void(NodesCommunicator&, const Operation&)>;
+  bool launch_over_nodes(const char* name, c10::Device device, NodesLaunch launch);
+  // The number of nodes that collectives of compiled regions reach on CUDA tensors: 1 if all ranks share memory; 0, and
+  // sets `why`, if they reach no other node. Alike on all ranks.
+  int regions_over_nodes(std::string& why) const;
   // Runs a fused operator on CPU tensors as one collective of the group and returns when it is done. Ranks compare
   // `fingerprint`.
   using FusedBody = OperationRecord::Body;
@@ -279,6 +287,7 @@ class ProcessGroupArk : public c10d::Backend {
   void tell_of_engines(const std::string& why);
   void tell_of_nccl(NcclEntry& nccl);
   c10::intrusive_ptr<CudaWork> enqueue(const Call& call, Body body, const std::shared_ptr<CudaGroup>& cuda);
+  void enqueue_region(const char* name, const std::shared_ptr<CudaGroup>& cuda, const Body& body);
   WorkPtr carry_cuda(const Call& call, CudaGroup& cuda);
   // `message`: the number of a send or recv.
   c10::intrusive_ptr<CudaWork> enqueue_on(int line, uint64_t message, const Call& call, Body body,

@@ -179,6 +179,21 @@ def test_fused_moe(tmp_path: Path, leaves_nothing: None) -> None:
 
 
 @of_benchmarks
+def test_grouped_products(tmp_path: Path, leaves_nothing: None) -> None:
+    small = ["--shapes", "3-16x24-10", "2-8x8-1", "--rounds", "1"]
+    done = run("grouped_products.py", "--device", "cpu", *small, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = report(tmp_path)["rows"]
+    assert [(sum(row["counts"]), row["spread"]) for row in rows] == [
+        (total, spread) for total in (30, 2) for spread in ("even", "random", "zipf")
+    ]
+    assert rows[2]["counts"] == [17, 8, 5]
+    for row in rows:
+        assert row["us"].keys() == {"library", "experts"} and all(value > 0 for value in row["us"].values()), row
+        assert row["wrong"] == {"library": 0, "experts": 0} and not row["failed"], row
+
+
+@of_benchmarks
 def test_training(tmp_path: Path, leaves_nothing: None) -> None:
     modes = ["captured", "captured_fsdp2", "graph", "ddp", "fsdp2"]
     small = ["--models", "tiny", "--rounds", "1", "--steps", "1", "--bucket-mb", "0.1"]

@@ -227,6 +227,11 @@ def compute(op: str, inputs: list[torch.Tensor], attributes: dict[str, Any], out
         return product if len(inputs) == 2 else product + wide(inputs[2])
     if op == "dequant_matmul":
         return dequant_matmul(inputs, attributes)
+    if op == "scaled_matmul":
+        rows, codes, row_scale, column_scale, *bias = inputs
+        assert rows.dtype == codes.dtype == torch.float8_e4m3fn and rows.shape[0] > 16
+        product = rows.float() @ codes.float() * column_scale.float() * row_scale.float()
+        return product + bias[0].float() if bias else product
     if op == "attention":
         return attention(*(wide(x) for x in inputs[:3]), inputs[3] if len(inputs) > 3 else None, attributes)
     if op in ("sum", "mean", "amax", "amin", "any", "argmax"):

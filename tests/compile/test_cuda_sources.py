@@ -236,6 +236,57 @@ def test_coded_weights(sources: Sources, compiled: Any, rows: int, dtype: torch.
     sources.check()
 
 
+@pytest.mark.by_day("sm_90a-exact-bfloat16")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("fast", [False, True], ids=["exact", "fast"])
+def test_float8_rows(sources: Sources, compiled: Any, fast: bool, dtype: torch.dtype) -> None:
+    """Every shape of tile, and a bias with an activation behind it."""
+    if sources.arch != "sm_90a":
+        pytest.skip("others have no kernel for them: Inductor multiplies")
+    f8, depth = torch.float8_e4m3fn, 272
+    sizes = [(17, 48), (150, 2048), (1024, 3072), (2048, 2048)]
+    weights = [torch.randn(n, depth).to(f8) for _, n in sizes]
+    scales = [(torch.rand(m, 1), torch.rand(1, n)) for m, n in sizes]
+    bias = torch.randn(48).to(dtype) if dtype != torch.float32 else None  # PyTorch adds none to float32
+
+    def call(rows: list[Tensor]) -> list[Tensor]:
+        products = []
+        for i, (x, w, (a, b)) in enumerate(zip(rows, weights, scales, strict=True)):
+            add = None if i else bias
+            product = torch._scaled_mm(x.to(f8), w.t(), a, b, bias=add, out_dtype=dtype, use_fast_accum=fast)
+            products.append(product if i else F.gelu(product))
+        return products
+
+    compiled(call, dynamic=False, minimum=1, fallback=False)[0]([torch.randn(m, depth) for m, _ in sizes])
+    assert any(one.startswith("scaled_mm+") for one in sources.stages())
+    [source] = sources.found
+    tiles = set(re.findall(rf"scaled_product<\d+, s, (\d+, \d+), {str(fast).lower()}>", source))
+    assert tiles == {"64, 32", "64, 64", "128, 96" if fast else "128, 64", "128, 128"}
+    sources.check()
+
+
+@pytest.mark.by_day("sm_90a-int4, zeros-bfloat16")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("form", coded.FORMS)
+def test_coded_weights_of_many_rows(sources: Sources, compiled: Any, form: str, dtype: torch.dtype) -> None:
+    """Codes are decoded into tiles of every shape."""
+    if sources.arch != "sm_90a":
+        pytest.skip("others have no kernel for them: Inductor multiplies")
+    sizes = [(17, 48), (150, 2048), (1024, 3072), (2048, 2048)]
+    products = [coded.coded(form, n)[0] for _, n in sizes]
+    call, _ = compiled(
+        lambda rows: [product(x) for product, x in zip(products, rows, strict=True)],
+        dynamic=False,
+        minimum=1,
+        fallback=False,
+    )
+    call([torch.randn(m, 256, dtype=dtype) for m, _ in sizes])
+    [source] = sources.found
+    tiles = set(re.findall(r"dequant_tiles<\d+, (\d+, \d+)>", source))
+    assert tiles == {"64, 32", "64, 64", "128, 96", "128, 128"}
+    sources.check()
+
+
 @pytest.mark.by_day("sm_90a-1-int4")
 @pytest.mark.parametrize("form", ["int8", "int4", "float8", "float8-dynamic"])
 @pytest.mark.parametrize("batch", [1, 2, 8, 16])
@@ -313,6 +364,42 @@ def test_collectives(arch: str, ranks: int, dtype: str, size: int) -> None:
     graph.output(result)
     _jit.configure()
     _, [kernel] = _C._compile_kernel(_C.plan.cuda_source(graph, arch, MULTIPROCESSORS), arch, fuse=True)
+    assert kernel["name"] == "loop_kernel" and 0 < kernel["registers"] <= 128 and kernel["spilled"] == 0
+
+
+@pytest.mark.by_day("sm_90a-2-2-bfloat16-sum")
+@pytest.mark.parametrize(
+    "arch, nodes, places, dtype, reduce_op",
+    [
+        ("sm_90a", 2, 2, "bfloat16", "sum"),
+        ("sm_90a", 2, 1, "float32", "avg"),
+        ("sm_90a", 4, 8, "float16", "avg"),
+        ("sm_80", 2, 1, "bfloat16", "sum"),
+        ("sm_80", 2, 4, "float32", "sum"),
+    ],
+)
+def test_sums_over_nodes(arch: str, nodes: int, places: int, dtype: str, reduce_op: str) -> None:
+    """A product's sum over several nodes: its tiles are messages."""
+    graph, rows, width, size = _C.plan.Graph(), 4, 4096, 4 if dtype == "float32" else 2
+
+    def value(kind: str, argument: int, rows: int = rows, turned: bool = False) -> int:
+        strides = [1, width] if turned else [width, 1]
+        return graph.value(graph.buffer(kind, argument, rows * width * size), dtype, [rows, width], strides)
+
+    x, weights = value("input", 0), value("input", 1, width, True)
+    for one in (x, weights):
+        graph.argument(one)
+    part, total, result = value("temporary", -1), value("temporary", -1), value("output", 0)
+    attributes = {"group": 0, "ranks": nodes * places, "nodes": nodes, "reduce_op": reduce_op}
+    graph.node("matmul", [x, weights], [part], {}, "first")
+    graph.node("all_reduce", [part], [total], attributes, "sum")
+    graph.node("neg", [total], [result], {}, "neg")
+    graph.output(result)
+    _jit.configure()
+    source = _C.plan.cuda_source(graph, arch, MULTIPROCESSORS)
+    short = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[dtype]
+    assert f"all_reduce_between<ark::device::DType::{short}, ark::device::ReduceOp::{reduce_op}, {places}>" in source
+    _, [kernel] = _C._compile_kernel(source, arch, fuse=True, may_spill=False)
     assert kernel["name"] == "loop_kernel" and 0 < kernel["registers"] <= 128 and kernel["spilled"] == 0
 
 

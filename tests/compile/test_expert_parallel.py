@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from support import expert_forms
 from support.expert_forms import DIM, EXPERTS, FORMS, LEFT, WORLD, given
@@ -13,6 +14,9 @@ from support.groups import ark_only
 from support.launcher import run_ranks
 from support.rank import Rank
 from support.told import Lines
+from torch import Tensor
+
+from ark_torch.ops import moe_layer
 
 pytestmark = [ark_only]
 
@@ -65,6 +69,102 @@ def test_what_is_found(name: str) -> None:
 def test_what_is_left(name: str) -> None:
     for said in run_ranks(_run, 2, [name], [6, 6]):
         assert len(said[name]) == 1 and LEFT[name][1] in said[name][0], said[name]
+
+
+def _symbolic(rank: Rank, name: str) -> list[str]:
+    """One graph for several numbers of tokens, none of which it names."""
+    rank.init()
+    torch.set_num_threads(1)
+    torch._dynamo.config.capture_scalar_outputs = True
+    torch._dynamo.config.capture_dynamic_output_shape_ops = True
+    form, _, more = (FORMS | LEFT)[name]
+    told: list[str] = []
+    call = torch.compile(form, backend=fused(told), fullgraph=True)
+    for tokens in (6, 9, 4):
+        arguments = given(rank.rank, tokens, **more)
+        torch._dynamo.mark_dynamic(arguments[0], 0)
+        with torch.no_grad():
+            torch.testing.assert_close(call(*arguments), form(*arguments))
+    return told
+
+
+@pytest.mark.by_day("slots_sorted", "slots_by_one_hot")
+@pytest.mark.parametrize("name", [name for name in FORMS if name != "torchtitan_scores_before"])
+def test_symbolic_sizes(name: str) -> None:
+    for told in run_ranks(_symbolic, 2, name):
+        assert len(told) == 1 and told[0].endswith(f"ark.{FORMS[name][1]}.default"), told
+
+
+def _too_few_slots(rank: Rank) -> list[str]:
+    rank.init()
+    torch.set_num_threads(1)
+    told: list[str] = []
+    form, _, more = LEFT["slots_that_may_not_do"]
+    x, *rest = given(rank.rank, 2, **more)
+    torch._dynamo.mark_dynamic(x, 0)
+    with torch.no_grad():
+        got = torch.compile(form, backend=fused(told), fullgraph=True)(x, *rest)
+        torch.testing.assert_close(got, form(x, *rest))
+    return told
+
+
+def test_slots_that_symbolic_sizes_may_exceed() -> None:
+    for told in run_ranks(_too_few_slots, 2):
+        assert len(told) == 1 and "an expert has 3 slots for each rank" in told[0], told
+
+
+def _unlike_sizes(rank: Rank) -> list[str]:
+    """Slots are as many on all ranks. Ranks that differ all raise, and the next call is well."""
+    rank.init()
+    torch.set_num_threads(1)
+    form, _, more = FORMS["slots_sorted"]
+    told: list[str] = []
+    call = torch.compile(form, backend=fused(told), fullgraph=True)
+    errors = []
+    for tokens in (6, 5 + rank.rank, 7):
+        arguments = given(rank.rank, tokens, **more)
+        torch._dynamo.mark_dynamic(arguments[0], 0)
+        with torch.no_grad():
+            try:
+                torch.testing.assert_close(call(*arguments), form(*arguments))
+            except dist.DistBackendError as error:
+                errors.append(str(error))
+    assert len(told) == 1, told
+    return errors
+
+
+def test_ranks_with_unlike_symbolic_sizes() -> None:
+    for errors in run_ranks(_unlike_sizes, 2):
+        assert len(errors) == 1 and "moe_layer" in errors[0] and "max_tokens" in errors[0], errors
+
+
+def _bad_input(rank: Rank) -> None:
+    """The operator in a graph of symbolic sizes refuses what it refuses in eager calls, on all ranks."""
+    rank.init()
+    torch.set_num_threads(1)
+    call = torch.compile(moe_layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    w1, w2 = torch.ones(2, 8, 8), torch.ones(2, 8, 8)
+
+    def layer(tokens: int, experts: int = 4, **more: Any) -> Tensor:
+        ids = torch.arange(2 * tokens).view(tokens, 2) % experts
+        return call(torch.ones(tokens, 8), ids, torch.ones(tokens, 2), w1, w2, **more)
+
+    assert layer(3).shape == (3, 8)
+    bad = rank.rank == 0
+    for error, text, wrong in (
+        (IndexError, r"topk_ids\[2\]\[0\] is 4, and there are 4 experts", {"experts": 5}),
+        (ValueError, "x has 5 rows, and max_tokens is 4", {"max_tokens": 4}),
+        (ValueError, r"get \d+ rows, and max_rows is 1", {"max_rows": 1}),
+    ):
+        everywhere = "max_rows" in wrong  # which all ranks notice
+        alone = not everywhere and not bad
+        with pytest.raises(dist.DistBackendError if alone else error, match="rank 0" if alone else text):
+            layer(5, **(wrong if bad or everywhere else {key: 5 for key in wrong if key != "experts"}))
+        assert layer(4).shape == (4, 8)
+
+
+def test_bad_input_with_symbolic_sizes() -> None:
+    run_ranks(_bad_input, 2)
 
 
 def _two_layers(*arguments: Any) -> Any:

@@ -120,7 +120,6 @@ SEQUENCE = {
     **{name: RowwiseParallel(output_layouts=Shard(1)) for name in ROWS},
 }
 SUM, SCATTERED, GATHERED = "matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul"
-OTHERS = "several readers"
 Form = tuple[Callable[[], nn.Module], Any, tuple[int, ...], list[str], list[str]]
 # The module, DTensor's plan, the shape of its rows, and what is told of collectives forward and backward.
 FORMS: dict[str, Form] = {
@@ -139,12 +138,12 @@ FORMS: dict[str, Form] = {
         [GATHERED, SCATTERED] * 2,
         [GATHERED, SCATTERED] * 2 + [SCATTERED] * 2,
     ),
-    "dtensor sequence, batch of two": (
+    "dtensor sequence, batch of three": (
         Layer,
         SEQUENCE,
-        (2, 4, WIDTH),
-        [OTHERS, SCATTERED] * 2,
-        [OTHERS, SCATTERED] * 2 + [SCATTERED] * 2,
+        (3, 4, WIDTH),
+        [GATHERED, SCATTERED] * 2,
+        [GATHERED, SCATTERED] * 2 + [SCATTERED] * 2,
     ),
 }
 
@@ -214,9 +213,7 @@ def _run(rank: Rank, name: str) -> dict[str, list[str]]:
 def test_forms(name: str) -> None:
     _, _, _, forward, backward = FORMS[name]
     for told in run_ranks(_run, 2, name, timeout=280):
-        # Only autograd's graphs join what is computed twice, here the gathers of queries, keys and values.
-        alone = [GATHERED] * 3 + [SCATTERED, GATHERED, SCATTERED] if "batch" in name else forward
-        for where, wanted in (("inference", alone), ("forward", forward), ("backward", backward)):
+        for where, wanted in (("inference", forward), ("forward", forward), ("backward", backward)):
             got = told[where]
             assert len(got) == len(wanted), (where, got)
             assert all(text in line for text, line in zip(wanted, got, strict=True)), (where, got)

@@ -101,20 +101,10 @@ def _layer(rank: Rank) -> None:
             assert moe_layer(x, ids, weights, w1, w2, group, max_tokens=6).shape == x.shape
             assert pretended.driver.pretend_launches() - launches == 4
             assert backend._get_sequence_number_for_group() - operations == 1 + first
-    for first in (True, False):  # ranks compare the form, too
-        launches, operations = pretended.driver.pretend_launches(), backend._get_sequence_number_for_group()
-        assert moe_layer(x, ids, weights, w1, w2, group, max_tokens=6, form="fused").shape == x.shape
-        assert pretended.driver.pretend_launches() - launches == 1
-        assert backend._get_sequence_number_for_group() - operations == 1 + first
-    with pytest.raises(ValueError, match=r"form is 'one'"):
-        moe_layer(x, ids, weights, w1, w2, group, max_tokens=6, form="one")
     pretended.driver.pretend_capture(7)
     assert moe_layer(x, ids, weights, w1, w2, group, max_tokens=6, activation="gelu").shape == x.shape
-    assert moe_layer(x, ids, weights, w1, w2, group, max_tokens=6, form="fused").shape == x.shape
     pretended.driver.pretend_capture(0)
     pretended.driver.pretend_graph_end(7)
-    with pytest.raises(ValueError, match="form is 'fused', and it knows at most 65536 choices"):
-        moe_layer(x, ids, weights, w1, w2, group, max_tokens=40000, form="fused")
     odd = [pretended.on(rank.rank, one) for one in (torch.ones(2, 80, 64), torch.ones(2, 64, 80))]
     with pytest.raises(TypeError, match=r"w1 is torch\.float32 but x is torch\.bfloat16"):
         moe_layer(x, ids, weights, *odd, group, max_tokens=6)

@@ -76,74 +76,41 @@ def test_nccl_carries_what_the_table_gives_it(pretended_gpu: Any, reduction: str
 MB = 1 << 20
 
 
-def _gathers(rank: Rank, group: Any, size: int) -> bool:
-    """Returns whether NCCL carried an all_gather of so many bytes."""
-    x = on_rank(rank, torch.full((size // 4 // rank.world_size,), float(rank.rank)))
-    y = on_rank(rank, torch.full((size // 4,), -1.0))
-    dist.all_gather_into_tensor(y, x, group=group)
-    pieces = [set(piece.tolist()) for piece in host(y).chunk(rank.world_size)]
-    assert pieces in ([{float(r)} for r in range(rank.world_size)], [{-1.0}] * rank.world_size), size
-    return pieces != [{-1.0}] * rank.world_size
+def _carried(rank: Rank, group: Any, size: int) -> bool:
+    """Returns whether NCCL, which is pretended and adds up to 10, carried an all_reduce of so many bytes."""
+    x = on_rank(rank, torch.full((size // 4,), float(rank.rank + 1)))
+    dist.all_reduce(x, group=group)
+    return set(host(x).tolist()) == {10.0}
 
 
 def _by_default(rank: Rank, model: str, options: dict[str, Any], carried: bool) -> None:
-    """Two GPUs of a model: NCCL has the all_gathers that it was measured to be faster at."""
+    """Four GPUs of a model: NCCL has the sums that it was measured to be faster at, if their order does not matter."""
     group, carriers, lines = begin(rank, **options)
     pretended.driver.pretend_model(model.encode())
-    assert not _gathers(rank, group, 16 * MB - 8) and not carriers.made
-    capture = pretended.driver.pretend_capture
-    capture(3)
-    assert not _gathers(rank, group, 16 * MB) and not carriers.made, "ranks cannot meet under capture"
-    capture(0)
-    assert _gathers(rank, group, 16 * MB) == carried
-    capture(4)
-    assert _gathers(rank, group, 20 * MB) == carried
-    capture(0)
-    assert not _gathers(rank, group, 24 * MB), "copy engines' from here on"
-    calls = carriers.made[0].calls()[1:] if carriers.made else []
-    assert calls == ["_allgather_base"] * (2 if carried else 0)
+    assert not _carried(rank, group, MB) and not carriers.made
+    assert _carried(rank, group, 64 * MB) == carried
+    assert len(carriers.made) == carried
     told = lines.about("NCCL")
     assert len(told) == (rank.rank == 0 and carried), told
-    assert all("measured faster here, carries all_gather from 16 MB to 24 MB" in line for line in told), told
+    assert all("measured faster here, carries all_reduce from 64 MB on" in line for line in told), told
 
 
+FAST = {"reduction": "fast"}
 DEFAULTS: dict[str, tuple[str, dict[str, Any], bool]] = {
-    "measured": ("NVIDIA H200", {}, True),
-    "another model": ("NVIDIA H200 NVL", {}, False),
-    "a table": ("NVIDIA H200", {"cuda_dispatch": [(2, {})]}, False),
-    "one GPU": ("NVIDIA H200", {"share_gpu": True}, False),
-    "NCCL by way of the host": ("NVIDIA H200", {}, False),
+    "measured": ("NVIDIA H200", FAST, True),
+    "another model": ("NVIDIA H200 NVL", FAST, False),
+    "exact": ("NVIDIA H200", {}, False),
+    "a table": ("NVIDIA H200", {**FAST, "cuda_dispatch": [(4, {})]}, False),
+    "one GPU": ("NVIDIA H200", {**FAST, "share_gpu": True}, False),
+    "NCCL by way of the host": ("NVIDIA H200", FAST, False),
 }
 
 
-@pytest.mark.by_day("measured", "another model")
+@pytest.mark.by_day("measured", "exact")
 @pytest.mark.parametrize("case", DEFAULTS)
 def test_what_nccl_carries_by_default(pretended_gpu: Any, case: str) -> None:
     env = {**pretended_gpu, **({"NCCL_P2P_DISABLE": "1"} if case == "NCCL by way of the host" else {})}
-    run_ranks(_by_default, 2, *DEFAULTS[case], env=env)
-
-
-def _sums_by_default(rank: Rank, reduction: str) -> None:
-    """Four GPUs: NCCL has large sums only if their order does not matter."""
-    group, carriers, lines = begin(rank, reduction=reduction)
-    pretended.driver.pretend_model(b"NVIDIA H200")
-
-    def carried(size: int) -> bool:
-        x = on_rank(rank, torch.full((size // 4,), float(rank.rank + 1)))
-        dist.all_reduce(x, group=group)
-        return set(host(x).tolist()) == {10.0}
-
-    assert not carried(16 * MB - 4)
-    assert carried(16 * MB) == (reduction == "fast")
-    assert not _gathers(rank, group, 16 * MB), "two GPUs' share"
-    assert len(carriers.made) == (reduction == "fast")
-    assert len(lines.about("carries all_reduce from 16 MB on")) == (rank.rank == 0 and reduction == "fast")
-
-
-@pytest.mark.by_day("fast")
-@pytest.mark.parametrize("reduction", ["exact", "fast"])
-def test_sums_by_default(pretended_gpu: Any, reduction: str) -> None:
-    run_ranks(_sums_by_default, 4, reduction, env=pretended_gpu)
+    run_ranks(_by_default, 4, *DEFAULTS[case], env=env)
 
 
 def _rank_0_decides(rank: Rank) -> None:

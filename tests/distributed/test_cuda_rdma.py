@@ -20,10 +20,12 @@ from support import pretended
 from support.groups import ark_only
 from support.launcher import Job, run_ranks
 from support.pretended import verbs
-from support.pretended.groups import BIG, begin, every, host, on_rank
+from support.pretended.groups import BIG, Summing, begin, every, host, on_rank
 from support.rank import Rank
 from support.reference import assert_same_bits
 from torch._subclasses import FakeTensor, FakeTensorMode
+
+from ark_torch import _jit
 
 pytestmark = [ark_only]
 
@@ -185,8 +187,8 @@ def test_all_ranks_have_the_same_settings(variable: str, value: str, env: Env) -
         assert f"({variable})" in told, told
 
 
-def _compiled(rank: Rank, carried: bool) -> tuple[list[str], list[bool]]:
-    """Cuts a graph of products around an all_reduce. Returns what falls back, and which pieces are ark's."""
+def _compiled(rank: Rank, carried: bool, collectives: list[tuple[str, str, int]]) -> list[tuple[str, list[bool]]]:
+    """Cuts graphs of products around a collective. Returns what falls back, and which pieces are ark's."""
     from ark_torch.compile import capture
     from ark_torch.compile.options import parse
     from ark_torch.compile.report import GraphReport
@@ -195,29 +197,175 @@ def _compiled(rank: Rank, carried: bool) -> tuple[list[str], list[bool]]:
     if carried:
         dist.all_reduce(on_rank(rank, torch.full((8,), 1.0)), group=group)
     mode = FakeTensorMode()
+    functional, aten = torch.ops._c10d_functional, torch.ops.aten
+    found = []
+    for name, reduce_op, side in collectives:
+        graph = torch.fx.Graph()
 
-    def value(node: torch.fx.Node) -> torch.fx.Node:
-        node.meta["val"] = FakeTensor(mode, torch.empty(64, 64, device="meta"), torch.device("cuda", rank.rank))
-        return node
+        def value(node: torch.fx.Node, rows: int = side, columns: int = side) -> torch.fx.Node:
+            meta = torch.empty(rows, columns, device="meta")
+            node.meta["val"] = FakeTensor(mode, meta, torch.device("cuda", rank.rank))
+            return node
 
-    graph, functional, aten = torch.fx.Graph(), torch.ops._c10d_functional, torch.ops.aten
-    x = value(graph.placeholder("x"))
-    before = value(graph.call_function(aten.mm.default, (x, x)))
-    started = value(graph.call_function(functional.all_reduce.default, (before, "sum", group.group_name)))
-    ended = value(graph.call_function(functional.wait_tensor.default, (started,)))
-    after = value(graph.call_function(aten.mm.default, (ended, x)))
-    graph.output((after,))
-    report = GraphReport()
-    options = parse(None, {"minimum": 1})
-    builder = capture.cut(torch.fx.GraphModule(torch.nn.Module(), graph), options, report)
-    return [str(fallback) for fallback in report.fallbacks], [piece.ark for piece in builder._pieces]
+        x = value(graph.placeholder("x"))
+        before = value(graph.call_function(aten.mm.default, (x, x)))
+        rows = side
+        if name == "all_reduce":
+            started = value(graph.call_function(functional.all_reduce.default, (before, reduce_op, group.group_name)))
+        else:
+            rows = side * rank.world_size
+            gather = functional.all_gather_into_tensor.default
+            started = value(graph.call_function(gather, (before, rank.world_size, group.group_name)), rows)
+        ended = value(graph.call_function(functional.wait_tensor.default, (started,)), rows)
+        after = value(graph.call_function(aten.mm.default, (ended, x)), rows)
+        graph.output((after,))
+        report = GraphReport()
+        options = parse(None, {"minimum": 1})
+        builder = capture.cut(torch.fx.GraphModule(torch.nn.Module(), graph), options, report)
+        found.append((" ".join(str(one) for one in report.fallbacks), [piece.ark for piece in builder._pieces]))
+    return found
 
 
 @pytest.mark.parametrize("carried", [False, True], ids=["unused", "carried"])
-def test_regions_are_cut_at_such_a_group(carried: bool, env: Env) -> None:
-    for fallbacks, pieces in run_ranks(_compiled, 2, carried, env=env):
-        assert fallbacks and all("a collective on a group over several nodes" in told for told in fallbacks), fallbacks
-        assert pieces == [True, False, True]
+def test_regions_take_sums_of_such_a_group_and_are_cut_at_the_rest(carried: bool, env: Env) -> None:
+    collectives = [
+        ("all_reduce", "sum", 64, ""),
+        ("all_reduce", "avg", 64, ""),
+        ("all_reduce", "max", 64, "they add, not max"),
+        ("all_reduce", "sum", 512, "they add up to 512 KB, not 1024"),
+        ("all_gather", "", 64, "they have all_reduce, not all_gather"),
+    ]
+    for found in run_ranks(_compiled, 2, carried, [one[:3] for one in collectives], env=env):
+        for (fallbacks, pieces), (*_, why) in zip(found, collectives, strict=True):
+            assert pieces == ([True, False, True] if why else [True]), (fallbacks, pieces, why)
+            assert why in fallbacks and bool(fallbacks) == bool(why), fallbacks
+            assert not why or "a collective on a group over several nodes" in fallbacks, fallbacks
+
+
+@pytest.mark.parametrize(
+    ("nodes", "changed", "why"),
+    [
+        ((0, 1), {"ARK_NET": "gloo"}, "no RDMA between them"),
+        ((0, 0, 1), {}, "unequal numbers of ranks"),
+        ((0, 0, 1, 1), {"ARK_ORDER": "flat"}, "sums in another order"),
+    ],
+    ids=["gloo", "uneven", "flat"],
+)
+def test_groups_whose_nodes_regions_do_not_reach(nodes: tuple[int, ...], changed: Env, why: str, env: Env) -> None:
+    for reached, told in run_ranks(_reached, len(nodes), nodes, env={**env, **changed}):
+        assert reached == 0 and why in told
+
+
+def _reached(rank: Rank, nodes: tuple[int, ...]) -> tuple[int, str]:
+    group, _, _ = _start(rank, nodes[rank.rank])
+    dist.all_reduce(torch.ones(8), group=group)  # none leaves while another still joins
+    return group._get_backend(torch.device("cuda")).regions_over_nodes()  # type: ignore[no-any-return]
+
+
+def _regions(rank: Rank, direct: bool) -> None:
+    """Regions whose loop kernel, played by the CPU, sums over nodes; between the group's own collectives."""
+    _jit.configure()
+    group, _, _ = _start(rank)
+    pretended.driver.pretend_dma_buf(int(direct), 100)
+    size = rank.world_size
+
+    def check(region: Summing, elements: int, times: int) -> None:
+        values = [(torch.arange(elements) * 7 + 13 * r) % 1009 + 0.5 for r in range(size)]
+        for again in range(times):
+            region.values.copy_(values[rank.rank] + again)
+            pretended.driver.pretend_loop_sum(elements * 4)
+            assert region() == 1
+            pretended.driver.pretend_loop_sum(0)
+            wanted = values[0] + again
+            for value in values[1:]:
+                wanted += value + again
+            assert torch.equal(host(region.given), wanted), (elements, again)
+
+    counts = (1, 5000, 40_000)  # one, two and ten chunks
+    regions = [Summing(rank, group, count, size) for count in counts]
+    for _ in range(2):
+        for region, count in zip(regions, counts, strict=True):
+            check(region, count, 5)
+            x = on_rank(rank, torch.full((count,), 1.0))
+            dist.all_reduce(x, group=group)
+            assert set(host(x).tolist()) == {float(size)}
+    del regions[0]  # its window is let go when the next region meets
+    late = Summing(rank, group, 77, size)
+    pretended.driver.pretend_capture(7)
+    with pytest.raises(ValueError, match="first call with this group is under graph capture"):
+        late()
+    check(regions[0], 5000, 3)
+    pretended.driver.pretend_capture(0)
+    check(late, 77, 3)
+    with pytest.raises(dist.DistBackendError, match="compiled a region with other collectives"):
+        Summing(rank, group, 100 + rank.rank, size)()
+    check(late, 77, 3)
+    assert late.fell == 0
+    dist.destroy_process_group(group)
+    with pytest.raises(RuntimeError, match="there is no process group"):
+        late()
+
+
+@pytest.mark.by_day("2-True")
+@pytest.mark.parametrize(("ranks", "direct"), [(2, True), (3, False)])
+def test_regions_sum_over_nodes(ranks: int, direct: bool, env: Env) -> None:
+    run_ranks(_regions, ranks, direct, env=env)
+
+
+def _otherwise(rank: Rank, when: str) -> None:
+    _jit.configure()
+    group, _, _ = _start(rank)
+    if when == "region":
+        dist.all_reduce(on_rank(rank, torch.full((8,), 1.0)), group=group)
+    region = Summing(rank, group, 5000, 2)
+    if rank.rank == 1:
+        pretended.driver._ZN3ark4test13fail_mappingsEi(1000)
+    assert [region(), region()] == [0, 0] and region.fell == 2
+    assert group._get_backend(torch.device("cuda")).cuda_carrier == ("ark" if when == "region" else "nccl")
+
+
+@pytest.mark.by_day("region")
+@pytest.mark.parametrize("when", ["group", "region"])
+def test_a_rank_without_memory_lets_all_run_otherwise(when: str, env: Env) -> None:
+    """For the group's own stage between nodes, or for that of a region."""
+    run_ranks(_otherwise, 2, when, env=env)
+
+
+def _left_alone_in_a_region(rank: Rank, how: str) -> tuple[float, str]:
+    _jit.configure()
+    group, _, _ = _start(rank, timeout=2 if how == "timeout" else 60)
+    region = Summing(rank, group, 5000, 2)
+    pretended.driver.pretend_loop_sum(20000)
+    assert region() == 1
+    rank.report("running")
+    if rank.rank == 1:
+        rank.wait_for("go")
+        return 0.0, ""
+    began = time.monotonic()
+    words = "waited for rank 1 until" if how == "timeout" else r"rank 1 is gone|failed with rank 1|RDMA with rank 1 "
+    with pytest.raises(RuntimeError, match=words) as raised:
+        for _ in range(1000):
+            region()
+            time.sleep(0.02)
+    took = time.monotonic() - began
+    rank.report("ended")
+    return took, str(raised.value)
+
+
+@pytest.mark.by_day("killed")
+@pytest.mark.parametrize("how", ["timeout", "killed"])
+def test_what_ends_a_region(how: str, env: Env) -> None:
+    with Job(_left_alone_in_a_region, 2, how, destroy=False, env=env) as job:
+        job.wait_all("running")
+        if how == "killed":
+            time.sleep(1)  # rank 0 has sent what it can, and only waits
+            job.kill(1)
+        job.wait_event(0, "ended", timeout=30)
+        if how == "timeout":
+            job.go(1, "go")
+        for outcome in job.finish(30, [0]):
+            assert outcome.value is not None and outcome.value[0] < 15
+            assert "left task 0 (all_reduce, here, worker 0) without the part of rank 1" in outcome.value[1]
 
 
 def _alone(rank: Rank, how: str) -> tuple[float, str]:

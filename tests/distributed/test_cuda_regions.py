@@ -5,44 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from support import pretended
 from support.groups import ark_only
 from support.launcher import run_ranks
-from support.pretended.groups import begin, on_rank
+from support.pretended.groups import Summing, begin
 from support.rank import Rank
 
-from ark_torch import _C, _jit
+from ark_torch import _jit
 
 pytestmark = [ark_only]
-
-
-class Summing:
-    """A region that sums an input of that many elements over two ranks in place. Counts runs of the fallback."""
-
-    def __init__(self, rank: Rank, group: Any, elements: int) -> None:
-        self.fell = 0
-        graph = _C.plan.Graph()
-        buffer = graph.buffer("input", 0, elements * 4, mutated=True)
-        before, after = (graph.value(buffer, "float32", [elements], [1]) for _ in range(2))
-        graph.argument(before)
-        graph.node("all_reduce", [before], [after], {"group": 0, "ranks": 2, "reduce_op": "sum"}, "here")
-        options = {"device": rank.rank, "groups": [group.group_name], "otherwise": self._otherwise}
-        self.region = _C.plan.Region(graph, "a region", options)
-        self.given = on_rank(rank, torch.ones(elements))
-
-    def _otherwise(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        self.fell += 1
-        return []
-
-    def __call__(self) -> int:
-        """Returns how many kernels it launched."""
-        before = pretended.driver.pretend_launches()
-        assert self.region([self.given]) == []
-        launches = pretended.driver.pretend_launches() - before
-        assert isinstance(launches, int)
-        return launches
 
 
 def _meet(rank: Rank) -> None:

@@ -1,11 +1,13 @@
 """CUDA tensors of groups over several nodes: ark's kernels in each node and, between them, requests to a NIC.
 
 The NIC is the pretended one (tests/support/pretended/verbs), which moves pinned host memory between processes; kernels,
-request rings and the thread that posts are real. Nodes are pretended by ARK_NODE. Nothing is measured.
+request rings and the thread that posts are real. Nodes are pretended by ARK_NODE. Nothing is measured. The tasks of
+compiled regions ask for requests of the same kind.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from datetime import timedelta
@@ -15,11 +17,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from on_gpu import WORLD, run, start
 from support.launcher import Job
 from support.pretended import verbs
 from support.rank import Rank
 from support.reference import assert_same_bits
+from test_compile_ranks import compiled, on_one_kernel
 
 Env = dict[str, str | None]
 COUNTS = (1, 77, 5000, 1 << 18, (3 << 20) + 5)
@@ -236,3 +240,107 @@ def test_a_peer_that_does_not_call(placement: tuple[int, ...], how: str, env: En
         if how == "late":
             job.go(last, "go")
         job.finish(60, list(range(last)))
+
+
+def _layer(x: torch.Tensor, whole: torch.Tensor, weights: torch.Tensor, group: Any) -> list[torch.Tensor]:
+    """Sums of what rounds, one after the other, and of a product of whole numbers."""
+    total = funcol.all_reduce(x * 2, "sum", group)
+    again = funcol.all_reduce(total * 0.5, "avg", group)
+    return [-total, -again, -funcol.all_reduce(whole @ weights, "sum", group)]
+
+
+def _in_regions(rank: Rank, placement: tuple[int, ...], dtype: torch.dtype) -> None:
+    """The bits of collectives of their own, step by step, beside such and in a graph that outlives its region."""
+    device, group = _begin(rank, placement)
+    for rows, columns in ((1, 64), (1, 4096), (8, 5000)):
+        generator = torch.Generator().manual_seed(rows * columns + rank.rank)
+        weights = torch.randint(-1, 2, (256, columns), generator=generator).to(dtype).to(device)
+        call, report = compiled(_layer)
+        name = f"{dtype} {rows} x {columns}"
+        x = torch.zeros(rows, columns, dtype=dtype, device=device)
+        whole = torch.zeros(rows, 256, dtype=dtype, device=device)
+        found: list[torch.Tensor] = []
+
+        def fill(x: torch.Tensor = x, whole: torch.Tensor = whole, generator: torch.Generator = generator) -> None:
+            x.copy_(torch.randn(x.shape, generator=generator).to(dtype))
+            whole.copy_(torch.randint(-1, 2, whole.shape, generator=generator).to(dtype))
+
+        def check(
+            found: list[torch.Tensor],
+            step: int,
+            name: str = name,
+            x: torch.Tensor = x,
+            whole: torch.Tensor = whole,
+            weights: torch.Tensor = weights,
+        ) -> None:
+            total, product = x * 2, whole @ weights
+            dist.all_reduce(total, group=group)
+            again = total * 0.5
+            dist.all_reduce(again, dist.ReduceOp.AVG, group=group)
+            dist.all_reduce(product, group=group)
+            for i, (got, wanted) in enumerate(zip(found, (-total, -again, -product), strict=True)):
+                assert_same_bits(got.cpu(), wanted.cpu(), f"{name}, step {step}, result {i}")
+
+        for step in range(20):
+            fill()
+            if step % 5 == rank.rank:
+                time.sleep(0.02)
+            check(call(x, whole, weights, group), step)
+        on_one_kernel(report)
+        assert "all_reduce_between<" in report.graphs[0].pieces[0].region.source()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            found = call(x, whole, weights, group)
+        del call, report
+        torch._dynamo.reset()
+        gc.collect()
+        for step in range(10):
+            fill()
+            graph.replay()
+            check(found, step)
+        torch.cuda.synchronize()
+        del graph
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_regions(placement: tuple[int, ...], dtype: torch.dtype, env: Env) -> None:
+    run(_in_regions, placement, dtype, world=len(placement), env=env)
+
+
+def _alone_in_a_region(rank: Rank, placement: tuple[int, ...], how: str) -> str:
+    device, group = _begin(rank, placement, timeout=8.0 if how == "late" else 60.0)
+    call, _ = compiled(lambda x, group: -funcol.all_reduce(x * 2, "sum", group))
+    x = torch.ones(5000, device=device)
+    assert call(x, group).sum().item() == -10000 * rank.world_size
+    rank.report("running")
+    if rank.rank == rank.world_size - 1:
+        rank.wait_for("go")
+        return ""
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=f"rank {rank.world_size - 1}|waited for|is gone") as raised:
+        for _ in range(1000):
+            call(x, group)
+            torch.cuda.synchronize()
+            time.sleep(0.05)
+    assert time.monotonic() - began < 25
+    assert torch.ones(4, device=device).sum().item() == 4  # the device goes on
+    rank.report("ended")
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("how", ["late", "killed"])
+@pytest.mark.parametrize("placement", PLACEMENTS[:2], ids=str)
+def test_a_region_whose_peer_does_not_call(placement: tuple[int, ...], how: str, env: Env) -> None:
+    last = len(placement) - 1
+    with Job(_alone_in_a_region, len(placement), placement, how, destroy=False, env=env) as job:
+        job.wait_all("running", timeout=120)
+        if how == "killed":
+            job.kill(last)
+        for r in range(last):
+            job.wait_event(r, "ended", timeout=60)
+        if how == "late":
+            job.go(last, "go")
+        outcomes = job.finish(60, list(range(last)))
+    assert any("without the part of rank" in str(outcome.value) for outcome in outcomes), outcomes

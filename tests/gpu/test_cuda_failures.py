@@ -69,8 +69,7 @@ def _fused(rank: Rank, operator: str) -> float:
     calls = {
         "embedding": lambda: ops.embedding_bag_all_to_all([w], [indices], [offsets], tables_per_rank=[1] * world),
         "matmul": lambda: ops.matmul_all_reduce(x, w),
-        "moe": lambda: ops.moe_layer(x, ids, scores, w1, w2, form="unfused"),
-        "moe_in_one_kernel": lambda: ops.moe_layer(x, ids, scores, w1, w2, form="fused"),
+        "moe": lambda: ops.moe_layer(x, ids, scores, w1, w2),
         "compressed": lambda: compressed_all_reduce(x, bits=4),
     }
     calls[operator]()

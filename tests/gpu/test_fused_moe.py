@@ -95,6 +95,43 @@ def test_layers() -> None:
     run(_layers, 2, 30)
 
 
+@hopper
+@pytest.mark.parametrize("ffn", [256, 4096])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_ways_to_multiply(dtype: torch.dtype, ffn: int) -> None:
+    """Experts with no rows, and last tiles of any height, in fewer and in more tiles than blocks."""
+    counts, device = [0, 1, 64, 65, 128, 129, 520, 300], torch.device("cuda", 0)
+    case = Case([sum(counts)], 1, len(counts), 512, dtype, seed=ffn)
+    rows = draw(case, 0, device)[0]
+    room = torch.cat([rows, torch.full_like(rows, float("nan"))])
+    given = torch.tensor(counts, device=device)
+    for gated in (True, False):
+        for activation in ACTIVATIONS:
+            w1, w2 = draw_experts(case, 0, ffn, gated, device)
+            wide = [one.double() for one in (rows, w1, w2)]
+            wanted = experts_one_by_one(wide[0], counts, *wide[1:], activation)
+            for products in ("kernel", "library", *(["mixed"] if dtype == torch.bfloat16 else [])):
+                got = torch.ops.ark.moe_experts_by(room, given, w1, w2, activation, products)[: len(rows)]
+                _close(got, wanted, (products, activation, gated), dtype)
+
+
+@hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_bits_of_activations(dtype: torch.dtype) -> None:
+    """Matrices that give every number of the type to the activation, and what it makes of it to the result."""
+    device = torch.device("cuda", 0)
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16, device=device).view(dtype)
+    rows = torch.where(every.isfinite(), every, 0).view(1024, 64)
+    counts, whole = torch.tensor([1000, 24], device=device), torch.eye(64, dtype=dtype, device=device).repeat(2, 1, 1)
+    for activation in ("silu", "relu"):
+        through = ACTIVATIONS[activation](rows)
+        got = torch.ops.ark.moe_experts_by(rows, counts, whole, whole, activation, "kernel")
+        assert torch.equal(got, through), activation
+        got = torch.ops.ark.moe_experts_by(rows, counts, whole.repeat(1, 2, 1), whole, activation, "kernel")
+        wanted = through * rows
+        assert torch.equal(got[wanted.isfinite().all(1)], wanted[wanted.isfinite().all(1)]), activation
+
+
 def _graphs(rank: Rank) -> None:
     """Replays use the current x, topk_ids and weights. Several calls in a graph do not overlap."""
     device = start(rank)

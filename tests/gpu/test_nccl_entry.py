@@ -126,30 +126,28 @@ def test_in_graphs() -> None:
 
 
 def _by_default(rank: Rank) -> list[str]:
-    """Moves of the sizes that NCCL has by default on these GPUs, eager and in a graph, against a group without NCCL."""
+    """Sums of the sizes that NCCL has by default on these GPUs, eager and in a graph, against a group without NCCL."""
     device = start(rank)
     me, size = rank.rank, rank.world_size
-    options = ark_torch.Options()
-    options.cuda_dispatch = [(size, {})]
-    group, alone = dist.new_group(), dist.new_group(pg_options=options)
+    fast, without = ark_torch.Options(), ark_torch.Options()
+    fast.reduction = "fast"
+    without.cuda_dispatch = [(size, {})]
+    group, alone = dist.new_group(pg_options=fast), dist.new_group(pg_options=without)
     backend = group._get_backend(device)
     numbers = _C._default_cuda_dispatch(size, torch.cuda.get_device_name(device))
-    carried = [name for name in ("all_gather", "broadcast", "all_to_all") if numbers[f"nccl_{name}_from"] < 1 << 40]
+    carried = [name for name in ("all_reduce", "reduce_scatter") if numbers[f"nccl_{name}_from"] < 1 << 40]
     for name in carried:
         count = numbers[f"nccl_{name}_from"] // 4 // size * size + 4 * size
-        source = torch.arange(count, dtype=torch.float32, device=device).add_(me)
-        if name == "broadcast":
-            source = source if me == size - 1 else source.zero_()
-        into = torch.full((count,), -1.0, device=device)
+        # Whole numbers have the same sum in any order.
+        source = torch.arange(count, device=device).remainder_(1000).add_(me).float()
+        into = torch.full((count // (size if name == "reduce_scatter" else 1),), -1.0, device=device)
 
         def call(group: Any, name: str = name, source: torch.Tensor = source, into: torch.Tensor = into) -> None:
-            if name == "all_gather":
-                dist.all_gather_into_tensor(into, source[: into.numel() // size], group=group)
-            elif name == "all_to_all":
-                dist.all_to_all_single(into, source, group=group)
+            if name == "reduce_scatter":
+                dist.reduce_scatter_tensor(into, source, group=group)
             else:
                 into.copy_(source)
-                dist.broadcast(into, group_src=size - 1, group=group)
+                dist.all_reduce(into, group=group)
 
         call(alone)
         expected = into.clone()

@@ -165,6 +165,13 @@ def test_another_backend() -> None:
     run_ranks(_no_such_group, 2)
 
 
-def test_profiles_want_room_on_a_gpu() -> None:
-    with pytest.raises(ValueError, match=r"stamps is \[3\] of torch\.float32 on cpu.*\[blocks, 14, 2\]"):
-        torch.ops.ark.moe_layer_profile(torch.zeros(3))
+def test_ways_to_multiply() -> None:
+    rows, counts, w1, w2 = torch.ones(4, 8), torch.tensor([1, 2]), torch.ones(2, 6, 8), torch.ones(2, 8, 3)
+    by = torch.ops.ark.moe_experts_by
+    wanted = torch.ops.ark.moe_experts(rows, counts, w1, w2, "relu")
+    assert wanted[:3].unique().tolist() == [3 * 64.0]
+    for products in ("auto", "library"):
+        assert torch.equal(by(rows, counts, w1, w2, "relu", products), wanted)
+    for products in ("kernel", "mixed", "fast"):
+        with pytest.raises(ValueError, match=f"products is '{products}' for torch.float32 on cpu.*Pass 'auto' or"):
+            by(rows, counts, w1, w2, "relu", products)

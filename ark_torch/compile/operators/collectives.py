@@ -1,12 +1,14 @@
 """Functional collectives on ark groups: tasks of the loop kernel.
 
 On the CPU a task is the group's own synchronous call; on a GPU its tiles exchange packets with other ranks' kernels. In
-both cases the result is available when the next task reads it, so wait_tensor does nothing. Collectives of other
-backends' groups fall back.
+both cases the result is available when the next task reads it, so wait_tensor does nothing. In a group over several
+nodes with RDMA between them, tiles of an all_reduce also ask for a NIC's writes. Collectives of other backends' groups
+fall back.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,15 +16,16 @@ import torch.distributed as dist
 from torch.fx import Node
 
 from ark_torch.compile import analysis
-from ark_torch.compile.ir import Operand, Strided, Unsupported
+from ark_torch.compile.ir import Operand, Strided, Unsupported, scalar_type
 from ark_torch.compile.lowering import Lowering, contiguous_strides, lowers
 
 functional = torch.ops._c10d_functional
 
 
-def resolved(name: Any, device: torch.device) -> dist.ProcessGroup:
+def resolved(name: Any, device: torch.device, over_nodes: bool = False) -> dist.ProcessGroup:
     """A process group whose tensors on the device are carried by an ark group. Regions look it up by name at run time,
-    so that a group that was destroyed and made again is found."""
+    so that a group that was destroyed and made again is found. `over_nodes`: GPU tensors may have to go to other nodes,
+    if regions reach them."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     from ark_torch import _C
@@ -37,8 +40,14 @@ def resolved(name: Any, device: torch.device) -> dist.ProcessGroup:
     if device.type != "cpu" and backend.cuda_carrier not in ("", "ark"):
         raise Unsupported(f"a collective on a group whose GPU tensors are carried by {backend.cuda_carrier}")
     if device.type != "cpu" and not backend.shares_memory:
-        raise Unsupported("a collective on a group over several nodes, which a loop kernel's tasks do not reach")
+        nodes, why = backend.regions_over_nodes() if over_nodes else (0, "fused operators take groups on one")
+        if nodes == 0:
+            raise _unreached(why)
     return group
+
+
+def _unreached(why: str) -> Unsupported:
+    return Unsupported(f"a collective on a group over several nodes, which a loop kernel's tasks do not reach: {why}")
 
 
 def _collective(low: Lowering, node: Node, op: str, group: Any, **attributes: Any) -> Operand:
@@ -54,13 +63,24 @@ def _coalesced(low: Lowering, node: Node, op: str, group: Any, **attributes: Any
 
 
 def _run(low: Lowering, op: str, group: Any, given: Operand, out: Strided, **attributes: Any) -> Operand:
-    known = resolved(group, low.device)
+    known = resolved(group, low.device, over_nodes=True)
     index = low.group(known.group_name)
     source = low.stored(given)
     if not source.same_place(source._replace(strides=contiguous_strides(source.shape))):
         source = low.copy(source, low.fresh(source.dtype, source.shape))
     if out.strides != contiguous_strides(out.shape):
         raise Unsupported("a collective whose result is not contiguous")
+    if low.device.type != "cpu":
+        from ark_torch import _C
+
+        backend: Any = known._get_backend(torch.device(low.device.type))
+        nodes, _ = backend.regions_over_nodes()
+        if nodes > 1:
+            name, size = scalar_type(source.dtype)
+            how = (op, attributes.get("reduce_op", ""), name, math.prod(source.shape) * size)
+            if why := _C.plan.why_not_over_nodes(*how, nodes, known.size() // nodes):
+                raise _unreached(why)
+            attributes["nodes"] = nodes
     return low.node(op, [source], out, group=index, ranks=known.size(), **attributes)
 
 
@@ -109,7 +129,7 @@ def wait_tensor(low: Lowering, node: Node) -> Operand:
     started = analysis.producer_of(analysis.root_of(source))
     if started.target not in COLLECTIVES:
         raise Unsupported("a wait for what no collective of the graph has made")
-    resolved(started.args[COLLECTIVES[started.target]], low.device)
+    resolved(started.args[COLLECTIVES[started.target]], low.device, over_nodes=True)
     return low.operand(source)
 
 

@@ -46,17 +46,38 @@ def scaled(low: Lowering, node: Node) -> Strided:
     """The rows' scale multiplies the sums, which are float32 until the result is rounded."""
     weight, parts, out = _weight_of(node), scaled_products.parts_of(node), low.result(node)
     conversion = scaled_products.conversion_of(parts.rows)
+    many = low_bits.multiplies_float8(weight, out.shape[0])
     if not low.is_known(conversion):
         value = conversion.meta["val"]
-        rounded = low.fresh(torch.float16, value.shape, value.stride())
+        rounded = low.fresh(torch.float8_e4m3fn if many else torch.float16, value.shape, value.stride())
         if not rounded.spans_densely():
             raise Unsupported("rows with gaps or overlap that become float8")
         low.define(conversion, low.pointwise("round_e4m3", low.operand(conversion.args[0]), out=rounded))
+    if low.stored(low.operand(parts.rows)).dtype == torch.float8_e4m3fn:
+        if not many:
+            raise Unsupported("float8 rows that another product takes as more rows")
+        return _of_float8_rows(low, weight, parts, out)
     sums = product(low, weight, low.fresh(torch.float32, out.shape), low.operand(parts.rows))
     scale = low.operand(parts.row_scale)
     if parts.bias is None:
         return low.pointwise("mul", sums, scale, out=out)
     return low.pointwise("add", low.pointwise("mul", sums, scale), low.operand(parts.bias), out=out)
+
+
+def _of_float8_rows(low: Lowering, weight: Weight, parts: scaled_products.Parts, out: Strided) -> Strided:
+    rows, decoded = low.stored(low.operand(parts.rows)), weight.decoded
+    if rows.strides[1] != 1 or decoded.scale is None:
+        raise Unsupported("float8 rows that are not adjacent along the depth")
+    codes, scale = _of(low, decoded.codes), _of(low, decoded.scale)
+    inputs: list[Operand] = [
+        rows,
+        codes._replace(shape=weight.codes.shape, strides=weight.codes.strides, offset=weight.codes.offset),
+        low.stored(low.expand(low.operand(parts.row_scale), (rows.shape[0], 1))),
+        scale._replace(shape=(1, decoded.shape[1]), strides=weight.scale),
+    ]
+    if parts.bias is not None:
+        inputs.append(low.stored(low.operand(parts.bias)))
+    return low.node("scaled_matmul", inputs, out, fast_accum=parts.fast)
 
 
 def product(low: Lowering, weight: Weight, out: Strided, rows: Operand, bias: Operand | None = None) -> Strided:

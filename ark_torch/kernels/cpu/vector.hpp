@@ -64,6 +64,15 @@ ARK_INLINE Halves narrow(Floats x, f16) {
 }
 #endif
 
+// Of numbers that e4m3 has (round_e4m3 of math.hpp). A subnormal number is a multiple of 2^-9.
+ARK_INLINE Bytes narrow(Floats x, e4m3) {
+  const Words bits = same_bits<Words>(x), magnitude = bits & 0x7fffffffu;
+  const Words subnormal = same_bits<Words>(__builtin_convertvector(same_bits<Floats>(magnitude) * 512.0f, Shorts));
+  Words code = magnitude < 0x3c800000u ? subnormal : (magnitude >> 20) - (120u << 3);
+  code = magnitude > 0x7f800000u ? Words{} + 0x7fu : code;
+  return __builtin_convertvector(code | (bits >> 24 & 0x80u), Bytes);
+}
+
 // ---- One element
 
 ARK_INLINE float load_one(const float* p) {
@@ -74,6 +83,12 @@ ARK_INLINE float load_one(const bf16* p) {
 }
 ARK_INLINE float load_one(const f16* p) {
   return widen(Halves{p->bits}, f16{})[0];
+}
+ARK_INLINE float load_one(const e4m3* p) {
+  const uint32_t magnitude = p->bits & 0x7fu;
+  const float normal = same_bits<float>((magnitude << 20) + (120u << 23));
+  const float number = magnitude == 0x7f ? kNan : magnitude < 8 ? static_cast<float>(magnitude) * 0x1p-9f : normal;
+  return (p->bits & 0x80u) != 0 ? -number : number;
 }
 ARK_INLINE int64_t load_one(const int64_t* p) {
   return *p;
@@ -100,6 +115,9 @@ ARK_INLINE void store_one(bf16* p, float x) {
 }
 ARK_INLINE void store_one(f16* p, float x) {
   p->bits = narrow(splat(x), f16{})[0];
+}
+ARK_INLINE void store_one(e4m3* p, float x) {
+  p->bits = narrow(splat(x), e4m3{})[0];
 }
 ARK_INLINE void store_one(int64_t* p, int64_t x) {
   *p = x;
@@ -141,6 +159,9 @@ ARK_INLINE Halves to_raw(Floats x, bf16 type) {
 ARK_INLINE Halves to_raw(Floats x, f16 type) {
   return narrow(x, type);
 }
+ARK_INLINE Bytes to_raw(Floats x, e4m3 type) {
+  return narrow(x, type);
+}
 ARK_INLINE Ints to_raw(Ints x, int64_t) {
   return x;
 }
@@ -164,6 +185,10 @@ struct RawOf<bf16> {
 template <>
 struct RawOf<f16> {
   using type = Halves;
+};
+template <>
+struct RawOf<e4m3> {
+  using type = Bytes;
 };
 template <>
 struct RawOf<int64_t> {

@@ -14,8 +14,8 @@
 // an input, in the accumulator; nodes that bring their rounded sum have multiplied in the node.
 #pragma once
 
+#include "cuda/between_window.cuh"
 #include "cuda/packet.cuh"
-#include "protocol/request_ring.hpp"
 
 namespace ark::device {
 
@@ -29,37 +29,10 @@ namespace ark::device {
 // step k waits for a send in a step before k. So waits lead to earlier steps alone, of this launch or of those before
 // it.
 
-inline constexpr int kMostNodes = 64;
 inline constexpr uint32 kMostBetweenLanes = 16;
 inline constexpr uint32 kBetweenThreads = 512;
 inline constexpr uint64 kLeastOfLane = 64 << 10;  // bytes of a message that are worth a lane
 inline constexpr int kMostPlaces = kMaxRanks;     // ranks of a node
-inline constexpr uint64 kProbeAfter = 500'000'000;  // ns of waiting for a node, from which on its NIC is probed
-
-// In host memory that the host writes: chunks and credits that came from a node, for a lane.
-struct alignas(16) BetweenHeard {
-  uint64 chunks, credits;
-};
-
-// In the device's own memory, initially zero: how many chunks a lane has exchanged with a node.
-struct BetweenPair {
-  uint64 sent, received;
-};
-struct alignas(64) BetweenLane {
-  uint64 head, served;  // of the lane's ring: requests posted, and served as last seen
-  BetweenPair pairs[kMostNodes];
-};
-
-// slots: even, at least 2. memory: inbox slots of all lanes, then outbox slots; alike on all ranks.
-struct BetweenWindow {
-  char* memory;
-  BetweenLane* state;
-  protocol::RequestRing* rings;
-  const BetweenHeard* heard;  // by lane, then by node
-  uint64 chunk_bytes;         // a multiple of 16
-  uint32 lanes, slots;
-  int nodes, node;
-};
 
 // The inputs of a sum that a node brings to what another node adds up. One: its sum, or its only rank's. Else `count`,
 // one of each of its ranks: that of place `own` where BetweenParams::send says, the one of place i for node n at others
@@ -98,27 +71,6 @@ struct BetweenParams {
 };
 static_assert(sizeof(BetweenParams) <= 4096);
 
-// GroupStatus::peer for a rank of another node; numbers below 32 are places in this node.
-ARK_HOST_DEVICE constexpr int outside_peer(int rank) {
-  return (rank + 1) << 5 | 31;
-}
-ARK_HOST_DEVICE constexpr bool is_outside(int peer) {
-  return peer >= 32;
-}
-ARK_HOST_DEVICE constexpr int outside_rank(int peer) {
-  return (peer >> 5) - 1;
-}
-
-ARK_HOST_DEVICE constexpr uint64 between_slot(const BetweenWindow& w, uint32 lane, int node, uint64 number) {
-  return ((uint64{lane} * w.nodes + node) * w.slots + number % w.slots) * w.chunk_bytes;
-}
-ARK_HOST_DEVICE constexpr uint64 between_outbox(const BetweenWindow& w) {
-  return uint64{w.lanes} * w.nodes * w.slots * w.chunk_bytes;
-}
-ARK_HOST_DEVICE constexpr uint64 between_bytes(const BetweenWindow& w) {
-  return 2 * between_outbox(w);
-}
-
 // Both ends of a message find the same lanes and chunks by its size.
 ARK_HOST_DEVICE constexpr uint32 between_lanes(uint64 bytes, uint32 most) {
   const uint64 lanes = (bytes + kLeastOfLane - 1) / kLeastOfLane;
@@ -136,10 +88,6 @@ ARK_HOST_DEVICE constexpr BetweenPart between_part(uint64 bytes, uint32 lane, ui
 }
 ARK_HOST_DEVICE constexpr uint64 between_chunks(uint64 bytes, uint64 chunk_bytes) {
   return (bytes + chunk_bytes - 1) / chunk_bytes;
-}
-
-ARK_HOST_DEVICE constexpr uint64 between_padded(uint64 bytes) {
-  return (bytes + 15) / 16 * 16;
 }
 
 #if defined(__CUDACC__)

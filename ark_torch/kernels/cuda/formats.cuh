@@ -37,6 +37,17 @@ ARK_ARITHMETIC(double, multiply, *, "mul.rn.f64", "d")
 ARK_ARITHMETIC(double, divide, /, "div.rn.f64", "d")
 #undef ARK_ARITHMETIC
 
+// x * y + z, rounded once.
+ARK_DEVICE_INLINE float multiply_add(float x, float y, float z) {
+#if ARK_DEVICE_CODE
+  float result;
+  asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(result) : "f"(x), "f"(y), "f"(z));
+  return result;
+#else
+  return __builtin_fmaf(x, y, z);
+#endif
+}
+
 ARK_DEVICE_INLINE void round_to(float& to, double x) {
 #if ARK_DEVICE_CODE
   asm("cvt.rn.f32.f64 %0, %1;" : "=f"(to) : "d"(x));
@@ -168,5 +179,19 @@ ARK_DEVICE_INLINE uint32 encode_f16_pair(float low, float high) {
   return encode_small(f16, low) | encode_small(f16, high) << 16;
 #endif
 }
+
+#if ARK_DEVICE_CODE
+// Round numbers that are computed with again: NaNs stay any NaN.
+ARK_DEVICE_INLINE void round_bf16_pair(float& low, float& high) {
+  uint32 word;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  decode_bf16_pair(word, low, high);
+}
+ARK_DEVICE_INLINE void round_f16_pair(float& low, float& high) {
+  uint32 word;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  decode_f16_pair(word, low, high);
+}
+#endif
 
 }  // namespace ark::device

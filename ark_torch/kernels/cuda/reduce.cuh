@@ -22,11 +22,21 @@ struct BFloat16 {
   static constexpr int kPerWord = 2;
   static ARK_DEVICE_INLINE void decode(uint32 word, float* lanes) { decode_bf16_pair(word, lanes[0], lanes[1]); }
   static ARK_DEVICE_INLINE uint32 encode(const float* lanes) { return encode_bf16_pair(lanes[0], lanes[1]); }
+#if ARK_DEVICE_CODE
+  static ARK_DEVICE_INLINE void round(float* lanes) {
+    round_bf16_pair(lanes[0], lanes[1]);
+  }
+#endif
 };
 struct Float16 {
   static constexpr int kPerWord = 2;
   static ARK_DEVICE_INLINE void decode(uint32 word, float* lanes) { decode_f16_pair(word, lanes[0], lanes[1]); }
   static ARK_DEVICE_INLINE uint32 encode(const float* lanes) { return encode_f16_pair(lanes[0], lanes[1]); }
+#if ARK_DEVICE_CODE
+  static ARK_DEVICE_INLINE void round(float* lanes) {
+    round_f16_pair(lanes[0], lanes[1]);
+  }
+#endif
 };
 struct Float32 {
   static constexpr int kPerWord = 1;

@@ -87,12 +87,6 @@ void add_moe_product(std::vector<Stub>& stubs, DType dtype, device::MatmulShape 
                    moe_product_stub(dtype, shape, gated, activation), 90});
 }
 
-void add_moe_layer(std::vector<Stub>& stubs, DType dtype, device::MatmulShape shape, bool gated,
-                   device::MoeActivation activation) {
-  stubs.push_back({name_of_experts("moe_layer", dtype, shape, gated, activation),
-                   moe_layer_stub(dtype, shape, gated, activation), 90});
-}
-
 void add_moe(std::vector<Stub>& stubs, DType dtype, bool wide) {
   const std::string kind = std::string(name_of(dtype)) + (wide ? "" : "_any");
   for (const bool narrow : {false, true})
@@ -160,13 +154,6 @@ std::string moe_product_stub(DType dtype, device::MatmulShape shape, bool gated,
                                                                    shape.threads());
 }
 
-std::string moe_layer_stub(DType dtype, device::MatmulShape shape, bool gated, device::MoeActivation activation,
-                           bool profiled) {
-  return "#include \"cuda/fused/moe_layer.cuh\"\n" +
-         fused_entry("moe_layer", "MoeLayerParams",
-                     experts_arguments(dtype, shape, gated, activation) + (profiled ? ", true" : ""), shape.threads());
-}
-
 std::vector<Stub> representative_fused_stubs() {
   std::vector<Stub> stubs;
   add_fused(stubs, DType::bf16, false, true, 16);
@@ -178,10 +165,6 @@ std::vector<Stub> representative_fused_stubs() {
   add_moe_product(stubs, DType::bf16, kMatmulShapes[0], true, device::MoeActivation::silu);
   add_moe_product(stubs, DType::f16, kMatmulShapes[2], true, device::MoeActivation::gelu);
   add_moe_product(stubs, DType::bf16, kMatmulShapes[3], false, device::MoeActivation::none);
-  add_moe_layer(stubs, DType::bf16, kMatmulShapes[0], true, device::MoeActivation::silu);
-  add_moe_layer(stubs, DType::f16, kMatmulShapes[1], false, device::MoeActivation::gelu_tanh);
-  add_moe_layer(stubs, DType::f16, kMatmulShapes[2], true, device::MoeActivation::gelu);
-  add_moe_layer(stubs, DType::bf16, kMatmulShapes[3], true, device::MoeActivation::silu);
   add_matmul(stubs, DType::bf16, kMatmulShapes[0], false, device::MatmulMode::all_reduce);
   add_matmul(stubs, DType::f16, kMatmulShapes[0], true, device::MatmulMode::reduce_scatter);
   add_matmul(stubs, DType::bf16, kMatmulShapes[0], true, device::MatmulMode::all_gather);
@@ -208,10 +191,8 @@ std::vector<Stub> every_fused_stub() {
       add_moe_product(stubs, dtype, shape, false, device::MoeActivation::none);
       for (const bool gated : {false, true})
         for (const auto activation : {device::MoeActivation::silu, device::MoeActivation::gelu,
-                                      device::MoeActivation::gelu_tanh, device::MoeActivation::relu}) {
+                                      device::MoeActivation::gelu_tanh, device::MoeActivation::relu})
           add_moe_product(stubs, dtype, shape, gated, activation);
-          add_moe_layer(stubs, dtype, shape, gated, activation);
-        }
     }
   return stubs;
 }

@@ -7,7 +7,7 @@
 
 #include "collectives/cuda/stubs.hpp"
 #include "cuda/fused/matmul.cuh"
-#include "cuda/fused/moe_layer.cuh"
+#include "cuda/fused/moe_product.cuh"
 
 namespace ark {
 
@@ -33,9 +33,6 @@ std::string moe_rows_stub(DType dtype, bool wide);
 std::string matmul_stub(DType dtype, device::MatmulShape shape, bool across, device::MatmulMode mode);
 // Entry "moe_product", for Hopper; bf16 or f16.
 std::string moe_product_stub(DType dtype, device::MatmulShape shape, bool gated, device::MoeActivation activation);
-// Entry "moe_layer", for Hopper; bf16 or f16.
-std::string moe_layer_stub(DType dtype, device::MatmulShape shape, bool gated, device::MoeActivation activation,
-                           bool profiled = false);
 // The available tile shapes.
 inline constexpr device::MatmulShape kMatmulShapes[] = {{128, 256}, {128, 128}, {64, 128}, {64, 64}};
 

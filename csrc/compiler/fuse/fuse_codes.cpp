@@ -66,8 +66,9 @@ std::vector<Access> product_accesses(const Graph& graph, const MatmulStage& prod
   };
   std::vector<Access> accesses{{product.a, cut(product.a, false), false}, {product.b, cut(product.b, true), false}};
   if (product.codes.block != 0) accesses[1].axis = columns ? 0 : -1;
-  for (const int one : {product.codes.scale, product.codes.zero})
+  for (const int one : {product.codes.scale, product.codes.zero, product.scale_b})
     if (one >= 0) accesses.push_back({one, cut(one, true), false});
+  if (product.scale_a >= 0) accesses.push_back({product.scale_a, cut(product.scale_a, false), false});
   if (product.bias >= 0) accesses.push_back({product.bias, cut(product.bias, columns), false});
   accesses.push_back({product.out, cut(product.out, columns), true});
   return accesses;

@@ -119,8 +119,9 @@ class RowDrafter {
     }
     const Value& out = graph_.values()[node.outputs[0]];
     const bool stored = is_stored(member.node);
-    // A value that only this stage uses is not rounded.
-    const ScalarType type = !stored && is_floating(out.type) ? ScalarType::f32 : out.type;
+    // A value that only this stage uses is not rounded. Float8 numbers are held as float32, which is exact.
+    const bool wide = out.type == ScalarType::e4m3 || (!stored && is_floating(out.type));
+    const ScalarType type = wide ? ScalarType::f32 : out.type;
     int result = -1;
     if (node.op == "iota") {
       const int position =

@@ -87,6 +87,7 @@ struct Maker {
 constexpr Maker kMakers[] = {
     {"matmul", matmul_stage},
     {"dequant_matmul", dequant_matmul_stage},
+    {"scaled_matmul", scaled_matmul_stage},
     {"attention", attention_stage},
     {"gather", gather_stage},
     {"scatter", scatter_stage},

@@ -1,5 +1,5 @@
-// Stages of one node: products (fuse_matrix.cpp; with quantized weights fuse_codes.cpp), indexed operators
-// (fuse_indexed.cpp), attention, collectives.
+// Stages of one node: products (fuse_matrix.cpp; with quantized weights fuse_codes.cpp, of float8 rows
+// fuse_scaled.cpp), indexed operators (fuse_indexed.cpp), attention, collectives.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +16,7 @@ constexpr int64_t kFewProductRows = 16;  // up to this many rows, products are c
 Stage single_stage(Graph& graph, int node);
 Stage matmul_stage(Graph& graph, const Node& node);
 Stage dequant_matmul_stage(Graph& graph, const Node& node);
+Stage scaled_matmul_stage(Graph& graph, const Node& node);
 // The accesses of a product, quantized or not, cut by columns or by rows.
 std::vector<Access> product_accesses(const Graph& graph, const MatmulStage& product);
 // Operators that read or write by index.

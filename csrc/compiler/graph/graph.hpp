@@ -67,6 +67,9 @@ using Attributes = std::map<std::string, Attribute>;
 //                                                      scaling); biased (bool: there is a bias). block (int): if not
 //                                                      0, 4-bit codes are [N / block, K, block / 2], dense, and byte j
 //                                                      of a depth holds columns j and j + block / 2
+//    scaled_matmul  a [M, K], b [K, N], both float8_e4m3fn; scales [M, 1] and [1, N], bias (optional)   1 -> [M, N]
+//                                                      a b times both scales, plus the bias. M > 16, K a multiple of
+//                                                      16; fast_accum (bool): sums may keep fewer bits than float32 has
 //    attention    q [B, H, T, D], k, v [B, Hkv, S, D], mask (optional, bool or additive, broadcasts to [B, H, T, S])
 //                                            1         scale (float), causal (bool: key <= query position)
 //    gather       table, index               1         dim: out[.., index.., ..] = table[.., index.., ..] along dim;

@@ -20,7 +20,7 @@ class NodeChecker {
   void check() {
     for (int value : node_.inputs) check_computed(value_of(value));
     for (int value : node_.outputs) {
-      check_computed(value_of(value));
+      if (node_.op != "round_e4m3" || value_of(value).type != ScalarType::e4m3) check_computed(value_of(value));
       check_output(value_of(value));
     }
     check_operator();
@@ -34,6 +34,7 @@ class NodeChecker {
     if (is_reduction(node_.op)) return reduction();
     if (node_.op == "matmul") return matmul();
     if (node_.op == "dequant_matmul") return dequant_matmul();
+    if (node_.op == "scaled_matmul") return scaled_matmul();
     if (node_.op == "attention") return attention();
     if (node_.op == "gather") return gather();
     if (node_.op == "topk" || node_.op == "cumsum" || node_.op == "cumprod") return along_rows();
@@ -61,7 +62,8 @@ class NodeChecker {
   const Value& out() const { return graph_.values()[node_.outputs[0]]; }
 
   void check_computed(const Value& value) const {
-    if (is_code(value.type) && node_.op != "dequant_matmul") fail("takes no codes of {}", name_of(value.type));
+    if (is_code(value.type) && node_.op != "dequant_matmul" && node_.op != "scaled_matmul")
+      fail("takes no codes of {}", name_of(value.type));
   }
 
   void check_output(const Value& value) const {
@@ -205,6 +207,31 @@ class NodeChecker {
         if (!broadcasts_to(in(i).shape, out().shape)) fail("a bias of {}", to_string(in(i).shape));
       }
     }
+  }
+
+  void scaled_matmul() const {
+    count(4, 5);
+    const Value &a = in(0), &b = in(1);
+    for (const Value* value : {&a, &b}) {
+      expect_type(*value, ScalarType::e4m3, "an operand");
+      if (value->shape.size() != 2) fail("takes two dimensions, not {}", to_string(value->shape));
+    }
+    const int64_t m = a.shape[0], k = a.shape[1], n = b.shape[1];
+    expect_shape(b, {k, n}, "the second operand");
+    expect_shape(in(2), {m, 1}, "the scale of rows");
+    expect_shape(in(3), {1, n}, "the scale of columns");
+    expect_shape(out(), {m, n}, "the result");
+    expect_floating(out());
+    for (size_t i = 2; i < node_.inputs.size(); ++i) {
+      expect_floating(in(i));
+      if (in(i).is_literal()) fail("takes no literal");
+    }
+    if (node_.inputs.size() == 5 && !broadcasts_to(in(4).shape, out().shape))
+      fail("a bias of {}", to_string(in(4).shape));
+    // Tensor cores take operands that are adjacent along the depth, 16 bytes at a time.
+    if (m <= 16 || k % 16 != 0 || a.strides[1] != 1 || b.strides[0] != 1)
+      fail("takes more than 16 rows, and operands that are adjacent along a depth of a multiple of 16");
+    node_.flag("fast_accum");
   }
 
   void attention() const {

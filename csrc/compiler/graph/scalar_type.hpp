@@ -7,7 +7,8 @@
 
 namespace ark::compiler {
 
-// i8, u8 and e4m3 are codes of quantized weights (Codes in stage.hpp). Only products read them.
+// i8, u8 and e4m3 are codes of quantized weights (Codes in stage.hpp), and e4m3 also of rows that round_e4m3 makes.
+// Only products read them.
 enum class ScalarType : uint8_t { f32, bf16, f16, i64, i32, boolean, i8, u8, e4m3 };
 
 constexpr int size_of(ScalarType type) {

@@ -111,6 +111,10 @@ struct MatmulStage {
   std::vector<RowProgram::Instruction> finish = {};
   // Set if the value at `out` is the sum over ranks.
   Push push = {};
+  // Set for products of float8 rows with float8 weights: values [m, 1] and [1, n], which multiply each sum before the
+  // bias is added. `fast_accum`: see graph.hpp.
+  int scale_a = -1, scale_b = -1;
+  bool fast_accum = false;
   // Set for quantized weights. Such products have one batch and are cut by columns, or on a CPU by rows.
   Codes codes = {};
 };
@@ -202,6 +206,10 @@ struct CollectiveStage {
   int number = 0;               // counts from 1, in the graph's order
   int64_t place = 0, half = 0;  // in the memory shared by ranks: offset of its packets, and distance to those of every
                                 // other step
+  // Over several nodes: an all_reduce whose tiles send the node's sum to the others (kernels/cuda/loop/between.cuh).
+  // `ranks` are then those of a node. `lane`: of its first chunk; `chunk`: bytes of a part. `nodes` 1: on one node.
+  int nodes = 1, lane = 0;
+  int64_t chunk = 0;
 };
 
 // The end of a step in multi-step plans: every worker reads the value once per step, wherever that is in its queue, and

@@ -25,6 +25,11 @@ int few_rows_of(const Stage& stage) {
   return few ? one->a : -1;
 }
 
+bool multiplies_float8(const Stage& stage) {
+  const auto* product = std::get_if<MatmulStage>(&stage.body);
+  return product != nullptr && product->scale_a >= 0;
+}
+
 bool multiplied_in_tiles(const MatmulStage& product) {
   return product.batch == 1 && product.axis != MatmulStage::Axis::batch && product.m > kMatvecRows;
 }

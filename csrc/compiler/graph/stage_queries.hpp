@@ -19,6 +19,9 @@ const AttentionStage* attention_of(const Stage& stage);
 // element, at any address; else -1.
 int few_rows_of(const Stage& stage);
 
+// Whether the stage is a product of float8 rows with float8 weights.
+bool multiplies_float8(const Stage& stage);
+
 // Whether a GPU computes the product in tiles of several rows.
 bool multiplied_in_tiles(const MatmulStage& product);
 

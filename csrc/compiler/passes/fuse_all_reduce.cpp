@@ -25,7 +25,7 @@ struct PushedSum {
 };
 
 bool adds_floats(const Graph& graph, const Stage& stage) {
-  if (!is_spread(stage)) return false;
+  if (!is_spread(stage) || std::get<CollectiveStage>(stage.body).nodes > 1) return false;
   const Node& node = graph.nodes()[static_cast<size_t>(stage.node)];
   const Value& input = graph.values()[std::get<CollectiveStage>(stage.body).input];
   return node.op == "all_reduce" && node.text("reduce_op") == "sum" && is_floating(input.type);

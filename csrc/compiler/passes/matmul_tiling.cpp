@@ -26,6 +26,18 @@ int rows_of(Graph& graph, int index, int64_t begin, int64_t end) {
   return view_value(graph, value);
 }
 
+// Whether codes are decoded into tiles of half types (dequant_tiles.cuh), which warp groups multiply.
+bool decoded_in_tiles(const Graph& graph, const MatmulStage& product, const Target& target) {
+  constexpr int64_t kBytes = 16, kCodes = 16;  // of a row, copied at once; of a column, decoded by a thread
+  const Value &a = graph.values()[product.a], &b = graph.values()[product.b];
+  const auto whole = [&](const Value& value, size_t adjacent) {
+    return value.strides[adjacent] == 1 && value.strides[1 - adjacent] * size_of(value.type) % kBytes == 0 &&
+           value.offset * size_of(value.type) % kBytes == 0;
+  };
+  return target.name == "sm_90a" && size_of(a.type) == 2 && product.codes.block == 0 && product.k % kCodes == 0 &&
+         product.codes.group % kCodes == 0 && whole(a, 1) && whole(b, 0);
+}
+
 void cut_by_columns(const Graph& graph, Stage& stage, MatmulStage& body, int64_t grain) {
   body.axis = MatmulStage::Axis::columns;
   stage.extent = body.n;
@@ -43,7 +55,7 @@ std::vector<Stage> tile_matmuls(Graph& graph, std::vector<Stage> stages, const T
       split.push_back(std::move(stage));
       continue;
     }
-    if (product->m <= kMatvecRows || product->codes.bits != 0) {
+    if (product->m <= kMatvecRows || (product->codes.bits != 0 && !decoded_in_tiles(graph, *product, target))) {
       auto& body = std::get<MatmulStage>(stage.body);
       const Value& b = graph.values()[body.b];
       const bool along_depth = b.strides[b.shape.size() - 2] == 1;
@@ -64,6 +76,7 @@ std::vector<Stage> tile_matmuls(Graph& graph, std::vector<Stage> stages, const T
       auto& body = std::get<MatmulStage>(part.body);
       body.a = rows_of(graph, body.a, begin, end);
       if (body.bias >= 0) body.bias = rows_of(graph, body.bias, begin, end);
+      if (body.scale_a >= 0) body.scale_a = rows_of(graph, body.scale_a, begin, end);
       body.out = rows_of(graph, body.out, begin, end);
       body.m = end - begin;
       body.tile_rows = tile.rows;

@@ -9,11 +9,16 @@ namespace {
 
 // Rates on an H200: of a tile's kernel on one SM, and of all SMs together at the second-level cache.
 constexpr double kHalfFlopsPerUs = 5.5e6, kFloatFlopsPerUs = 3e5, kTileBytesPerUs = 7.4e4, kAllBytesPerUs = 8e6;
+constexpr double kFloat8FlopsPerUs = 8e6;           // assumed, not measured
 constexpr double kTileUs = 2.3, kElementUs = 4e-5;  // filling the ring and a wait; storing an element
 constexpr double kFinishedUs = 6e-5;                // additional per element with an epilogue (an activation)
 
-double bytes_of_tile(const TileShape& tile, int64_t depth, bool halves) {
-  return static_cast<double>((tile.rows + tile.columns) * depth * (halves ? 2 : 4));
+double bytes_of_tile(const TileShape& tile, int64_t depth, int64_t size) {
+  return static_cast<double>((tile.rows + tile.columns) * depth * size);
+}
+
+double flops_per_us(int64_t size) {
+  return size == 1 ? kFloat8FlopsPerUs : size == 2 ? kHalfFlopsPerUs : kFloatFlopsPerUs;
 }
 
 // Time of a tile apart from its multiplications.
@@ -22,16 +27,16 @@ double ends_us(const TileShape& tile, const MatmulStage& product) {
   return kTileUs + element * static_cast<double>(tile.rows * tile.columns);
 }
 
-// Time of one worker's tiles, one after the other.
-double tiles_us(const TileShape& tile, const MatmulStage& product, bool halves, int64_t tiles) {
+// Time of one worker's tiles, one after the other. `size`: bytes of an element.
+double tiles_us(const TileShape& tile, const MatmulStage& product, int64_t size, int64_t tiles) {
   const double flops = 2 * static_cast<double>(tile.rows * tile.columns) * static_cast<double>(product.k);
-  const double compute = flops / (halves ? kHalfFlopsPerUs : kFloatFlopsPerUs);
-  const double move = bytes_of_tile(tile, product.k, halves) / kTileBytesPerUs;
+  const double compute = flops / flops_per_us(size);
+  const double move = bytes_of_tile(tile, product.k, size) / kTileBytesPerUs;
   return static_cast<double>(tiles) * std::max(compute, move) + ends_us(tile, product);
 }
 
-bool of_halves(const Graph& graph, const MatmulStage& product) {
-  return size_of(graph.values()[product.a].type) == 2;
+int64_t element_bytes(const Graph& graph, const MatmulStage& product) {
+  return size_of(graph.values()[product.a].type);
 }
 
 }  // namespace
@@ -42,16 +47,17 @@ int64_t blocks_of(int64_t m, int64_t rows) {
 
 ChosenTile choose_tile(const Graph& graph, const MatmulStage& product, int workers, int64_t parts) {
   const Value& b = graph.values()[product.b];
-  const bool along_depth = b.strides[b.shape.size() - 2] == 1, halves = of_halves(graph, product);
+  const bool along_depth = b.strides[b.shape.size() - 2] == 1;
+  const int64_t size = element_bytes(graph, product);
   ChosenTile best;
   for (const int64_t rows : {128, 64}) {
     for (const int64_t columns : {128, 96, 64, 32}) {
-      if (columns == 96 && (rows != 128 || !along_depth)) continue;  // no such kernel variant
+      // No such kernel variant.
+      if (columns == 96 && (rows != 128 || !along_depth || (size == 1 && !product.fast_accum))) continue;
       const TileShape tile{rows, columns};
       const int64_t tiles = blocks_of(product.m, rows) * wholes(product.n, columns) * parts;
-      const double move = static_cast<double>(tiles) * bytes_of_tile(tile, product.k, halves) / kAllBytesPerUs;
-      const double us =
-          std::max(move + ends_us(tile, product), tiles_us(tile, product, halves, wholes(tiles, workers)));
+      const double move = static_cast<double>(tiles) * bytes_of_tile(tile, product.k, size) / kAllBytesPerUs;
+      const double us = std::max(move + ends_us(tile, product), tiles_us(tile, product, size, wholes(tiles, workers)));
       if (best.rows == 0 || us < best.us) best = {rows, columns, us};
     }
   }
@@ -60,7 +66,7 @@ ChosenTile choose_tile(const Graph& graph, const MatmulStage& product, int worke
 
 double product_tiles_us(const Graph& graph, const MatmulStage& product, int64_t columns) {
   const TileShape tile{product.tile_rows, product.tile_columns};
-  return tiles_us(tile, product, of_halves(graph, product), wholes(columns, tile.columns));
+  return tiles_us(tile, product, element_bytes(graph, product), wholes(columns, tile.columns));
 }
 
 }  // namespace ark::compiler

@@ -22,7 +22,8 @@ std::vector<Bounds> candidate_cuts(const Graph& graph, const Stage& what, const 
                                    const std::vector<Bounds>& cuts) {
   const int64_t grain = std::max<int64_t>(1, what.grain);
   const bool spread = is_spread(what);
-  const int64_t step = spread ? kSpreadStep * grain : grain;
+  const bool over_nodes = spread && std::get<CollectiveStage>(what.body).nodes > 1;  // a grain is a message
+  const int64_t step = spread && !over_nodes ? kSpreadStep * grain : grain;
   const int64_t units = (what.extent + step - 1) / step;
   const auto even = [&](int64_t tiles) {
     // Use the fewest tiles that have the same longest tile.

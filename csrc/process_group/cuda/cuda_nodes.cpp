@@ -74,9 +74,10 @@ std::shared_ptr<CudaGroup> ProcessGroupArk::join_nodes_on(c10::Device device, st
   std::shared_ptr<CudaCommunicator> here = join_node_on(device, setup.refused);
   if (here) setup.status = here->status();
   if (!here && setup.refused.empty()) setup.refused = "the GPUs of its node share no memory";
-  StoreAdapter store(c10::make_intrusive<c10d::PrefixStore>("ark", store_));
+  const auto store = std::make_shared<StoreAdapter>(c10::make_intrusive<c10d::PrefixStore>("ark", store_));
+  setup.store = store;
   std::string refused;
-  auto stage = BetweenStage::open(std::move(setup), plan, store, refused);
+  auto stage = BetweenStage::open(std::move(setup), plan, *store, refused);
   if (!stage) {
     why = refused;
     return nullptr;

@@ -1,13 +1,15 @@
-// Plays the kernels of cuda/between.cuh on the CPU: one thread does a lane's work, lane after lane, with the protocol's
-// and the reduction's own code.
+// Plays the kernels of cuda/between.cuh and tasks of cuda/loop/between.cuh on the CPU: one thread does a lane's or a
+// block's work, lane after lane, with the protocol's and the reduction's own code.
 #pragma once
 
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <mutex>
 #include <thread>
 
 #include "cuda/between.cuh"
+#include "cuda/loop/between.cuh"
 
 namespace ark::test {
 
@@ -81,6 +83,45 @@ inline bool play_between(const device::BetweenParams& p, device::BetweenForm for
     if (!done) return false;
   }
   return true;
+}
+
+// In place of a block's threads in a loop kernel.
+class LoopThread : public LoneThread {
+ public:
+  static constexpr int kThreads = 1;
+  using LoneThread::LoneThread;
+  int thread() const { return 0; }
+  bool over(int peer, uint64_t awaited) {
+    const std::lock_guard lock(giving_up_);  // workers of a rank share the status
+    left_ = peer;
+    return LoneThread::over(peer, awaited);
+  }
+  int left() const { return left_; }  // for whom it waited last
+  template <class Body>
+  bool by_one(bool holds, Body&& body) {
+    return holds && LoneThread::by_one(body);
+  }
+
+ private:
+  static inline std::mutex giving_up_;
+  int left_ = -1;
+};
+
+// A launch of a plan that only sums so many bytes of float32 in place, in a group with one rank a node.
+inline void play_loop_sum(const loop::Launch<1>& launch, uint64_t bytes) {
+  constexpr uint64_t kMostLimit = uint64_t{1} << 60;
+  const loop::LaunchHead& head = launch.head;
+  const loop::Ranks& ranks = head.ranks;
+  LoopThread block(ranks.status, std::chrono::nanoseconds(std::min<uint64_t>(ranks.limit_ns, kMostLimit)));
+  const uint64_t step = ++*head.steps;
+  const loop::Exchanged with{ranks.packets, 0, ranks.rank, step << 32 | 1};
+  const loop::Outside outside{ranks.window, ranks.outside, 0, loop::kChunkBytes};
+  void* const data = launch.pointers[0];
+  using Sum = loop::NodesSum<device::DType::f32, device::ReduceOp::sum, 1, LoopThread>;
+  if (Sum(block, with, outside, data, data, bytes).run(0, bytes)) return;
+  head.report->claimed = 1;
+  head.report->value = device::outside_rank(block.left());
+  protocol::store_release(head.report->failure, static_cast<protocol::uint32>(loop::Failure::peer));
 }
 
 }  // namespace ark::test

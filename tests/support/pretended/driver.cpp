@@ -1,8 +1,8 @@
 // A pretended libcuda. Every call succeeds and does nothing, unless a test asks for more by the pretend_... functions.
 // Memory that ranks share is real host memory (tests/csrc/support/pretended_memory.cpp); other memory is addresses that
-// must not be accessed. Two kinds of kernels run, within their launch: the peer test's (cuda/peer_test.cuh) and those
-// between nodes (cuda/between.cuh). Python tests load the library before torch's own would be loaded (__init__.py); C++
-// tests link it (tests/CMakeLists.txt).
+// must not be accessed. Three kinds of kernels run, within their launch: the peer test's (cuda/peer_test.cuh), those
+// between nodes (cuda/between.cuh), and a loop kernel that only sums over nodes, if a test says so. Python tests load
+// the library before torch's own would be loaded (__init__.py); C++ tests link it (tests/CMakeLists.txt).
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -18,7 +18,7 @@
 #include "cuda/add.cuh"
 #include "cuda/between.cuh"
 #include "cuda/fused/matmul.cuh"
-#include "cuda/fused/moe_layer.cuh"
+#include "cuda/fused/moe_product.cuh"
 #include "cuda/fused/moe_rows.cuh"
 #include "cuda/loop/launch.cuh"
 #include "cuda/one_shot.cuh"
@@ -32,7 +32,7 @@ namespace {
 std::atomic<int> capability{90}, version{13000}, devices{16}, reach{1}, launched{0}, tests{0};
 std::atomic<int> dma_buf{1}, ordering{100}, memory_for_nics{1};
 std::atomic<int> shared{232448}, local{0}, resident{2};
-std::atomic<uint64_t> capture{0}, next_address{uint64_t{1} << 40};
+std::atomic<uint64_t> loop_sum{0}, capture{0}, next_address{uint64_t{1} << 40};
 thread_local void* context = nullptr;
 
 // Objects owned by graphs. A graph is its capture's id.
@@ -92,6 +92,10 @@ void pretend_graph_end(uint64_t id) {
 }
 void pretend_refuse_to_hold(int value) {
   refuses_to_hold = value != 0;
+}
+// Loop kernels sum so many bytes of float32 in place over nodes of one rank; 0: they do nothing.
+void pretend_loop_sum(uint64_t bytes) {
+  loop_sum = bytes;
 }
 int pretend_launches() {
   return launched;
@@ -166,23 +170,14 @@ CUresult cuFuncGetParamInfo(CUfunction function, size_t, size_t* offset, size_t*
   const struct {
     const char* name;
     size_t bytes;
-  } known[] = {{"one_shot", sizeof(device::OneShotParams)},
-               {"move", sizeof(device::MoveParams)},
-               {"two_shot", sizeof(device::TwoShotParams)},
-               {"add", sizeof(device::AddParams)},
-               {"loop_kernel", sizeof(loop::Launch<1>)},
-               {"matmul", sizeof(device::MatmulParams)},
-               {"moe_dispatch", sizeof(device::MoeParams)},
-               {"moe_scatter", sizeof(device::MoeParams)},
-               {"moe_gather", sizeof(device::MoeParams)},
-               {"moe_settle", sizeof(device::SettleParams)},
-               {"moe_product", sizeof(device::MoeProductParams)},
-               {"moe_layer", sizeof(device::MoeLayerParams)},
-               {"between_move", sizeof(device::BetweenParams)},
-               {"between_add", sizeof(device::BetweenParams)},
-               {"between_add_wide", sizeof(device::BetweenParams)},
-               {"bulk_two_shot", sizeof(device::TwoShotParams)},
-               {"peer_test", sizeof(device::PeerTestParams)}};
+  } known[] = {{"one_shot", sizeof(device::OneShotParams)},       {"move", sizeof(device::MoveParams)},
+               {"two_shot", sizeof(device::TwoShotParams)},       {"add", sizeof(device::AddParams)},
+               {"loop_kernel", sizeof(loop::Launch<1>)},          {"matmul", sizeof(device::MatmulParams)},
+               {"moe_dispatch", sizeof(device::MoeParams)},       {"moe_scatter", sizeof(device::MoeParams)},
+               {"moe_gather", sizeof(device::MoeParams)},         {"moe_settle", sizeof(device::SettleParams)},
+               {"moe_product", sizeof(device::MoeProductParams)}, {"between_move", sizeof(device::BetweenParams)},
+               {"between_add", sizeof(device::BetweenParams)},    {"between_add_wide", sizeof(device::BetweenParams)},
+               {"bulk_two_shot", sizeof(device::TwoShotParams)},  {"peer_test", sizeof(device::PeerTestParams)}};
   *offset = *bytes = 0;
   for (const auto& one : known)
     if (std::strcmp(one.name, reinterpret_cast<const char*>(function)) == 0) *bytes = one.bytes;
@@ -198,6 +193,8 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig*, CUfunction function, void** par
     ++launched;
     return CUDA_SUCCESS;
   }
+  if (std::strcmp(name, "loop_kernel") == 0 && loop_sum != 0)
+    test::play_loop_sum(*static_cast<const loop::Launch<1>*>(params[0]), loop_sum);
   if (std::strcmp(name, "peer_test") != 0) {
     ++launched;
     return CUDA_SUCCESS;

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import ark_torch
+from ark_torch import _C
 from ark_torch.distributed import group as making
 from support import pretended
 from support.rank import Rank
@@ -50,6 +51,35 @@ def on_rank(rank: Rank, values: Any) -> torch.Tensor:
 def host(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the host memory behind a pretended tensor."""
     return pretended.device.host(tensor)  # type: ignore[no-any-return]
+
+
+class Summing:
+    """A region that sums an input of that many elements over the ranks in place. Counts runs of the fallback."""
+
+    def __init__(self, rank: Rank, group: Any, elements: int, nodes: int = 1) -> None:
+        self.fell = 0
+        graph = _C.plan.Graph()
+        buffer = graph.buffer("input", 0, elements * 4, mutated=True)
+        before, after = (graph.value(buffer, "float32", [elements], [1]) for _ in range(2))
+        graph.argument(before)
+        attributes = {"group": 0, "ranks": rank.world_size, "reduce_op": "sum", "nodes": nodes}
+        graph.node("all_reduce", [before], [after], attributes, "here")
+        options = {"device": rank.rank, "groups": [group.group_name], "otherwise": self._otherwise}
+        self.region = _C.plan.Region(graph, "a region", options)
+        self.values = torch.ones(elements)
+        self.given = on_rank(rank, self.values)
+
+    def _otherwise(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        self.fell += 1
+        return []
+
+    def __call__(self) -> int:
+        """Returns how many kernels it launched."""
+        before = pretended.driver.pretend_launches()
+        assert self.region([self.given]) == []
+        launches = pretended.driver.pretend_launches() - before
+        assert isinstance(launches, int)
+        return launches
 
 
 def every(rank: Rank, group: Any, count: int, async_op: bool = False) -> dict[str, bool]:

@@ -18,6 +18,60 @@ inline constexpr uint32 kRowPart = 64;  // indices
 
 #if defined(__CUDACC__)
 
+// Division of many numbers by the same whole number of at least 1: as IEEE 754 rounds it, but in place. The compiler's
+// division calls a function for numbers of unusual size, and few registers outlast a call.
+class Divisor {
+ public:
+  __device__ __forceinline__ explicit Divisor(float by) : by_(by) {
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse_) : "f"(by));
+    double inverse = inverse_;
+    ARK_UNROLL for (int i = 0; i < 2; ++i) inverse =
+        __fma_rn(__fma_rn(-static_cast<double>(by), inverse, 1.0), inverse, inverse);
+    inverse_ = static_cast<float>(inverse);  // rounded once: 1 / by is never so near to the middle of two floats
+  }
+  // Of another lane, by which all lanes of a warp then divide.
+  __device__ __forceinline__ Divisor(const Divisor& mine, int lane, int lanes)
+      : by_(__shfl_sync(~0u, mine.by_, lane, lanes)), inverse_(__shfl_sync(~0u, mine.inverse_, lane, lanes)) {}
+
+  // Two corrections of the quotient by its exact remainder round it right, where remainders are no subnormal numbers.
+  __device__ __forceinline__ float applied(float x) const {
+    const float magnitude = fabsf(x);
+    if (magnitude >= 0x1p-60f && magnitude <= 3.402823466e38f) {
+      float q = __fmul_rn(x, inverse_);
+      ARK_UNROLL for (int i = 0; i < 2; ++i) q = __fmaf_rn(__fmaf_rn(-q, by_, x), inverse_, q);
+      return q;
+    }
+    if (!(magnitude > 0.0f && magnitude < 1.0f)) return __fmul_rn(x, inverse_);  // zeros, infinities, NaN
+    const double wide = x, by = by_, inverse = inverse_;
+    double q = wide * inverse;
+    ARK_UNROLL for (int i = 0; i < 2; ++i) q = __fma_rn(__fma_rn(-q, by, wide), inverse, q);
+    return static_cast<float>(q);
+  }
+
+ private:
+  float by_, inverse_;
+};
+
+// What an entry's gradient is multiplied by: its bag's weight.
+class Factor {
+ public:
+  __device__ __forceinline__ explicit Factor(float by) : by_(by) {}
+  __device__ __forceinline__ Factor(const Factor& mine, int lane, int lanes)
+      : by_(__shfl_sync(~0u, mine.by_, lane, lanes)) {}
+  __device__ __forceinline__ float applied(float x) const { return multiply(x, by_); }
+
+ private:
+  float by_;
+};
+template <bool kMean>
+struct Weighing {
+  using Type = Factor;
+};
+template <>
+struct Weighing<true> {
+  using Type = Divisor;
+};
+
 // Adds the entries [from, from + count) of the sorted list to `total`, in order. All threads of a warp call it; its
 // groups may have different counts and tables.
 template <class Format, class Index, bool kWide, int kLanes, bool kMean>
@@ -42,6 +96,7 @@ __device__ __forceinline__ void sum_part(const RowSumParams& p, const RowTable& 
       else if (table.weights != nullptr)
         scale = load_weight<Format>(table.weights, place - table.first);
     }
+    const typename Weighing<kMean>::Type own(scale);
     ARK_ROLLED for (int done = 0; done < most; done += kAhead) {
       typename Access::Raw raw[kAhead];
       ARK_UNROLL for (int i = 0; i < kAhead; ++i) {
@@ -49,12 +104,11 @@ __device__ __forceinline__ void sum_part(const RowSumParams& p, const RowTable& 
         if (done + i < mine && active) raw[i] = Access::load(column + uint64{next} * p.row_bytes);
       }
       ARK_UNROLL for (int i = 0; i < kAhead; ++i) {
-        const float by = __shfl_sync(kAll, scale, (done + i) % kLanes, kLanes);
+        const typename Weighing<kMean>::Type by(own, (done + i) % kLanes, kLanes);
         if (done + i >= mine || !active) continue;
         float values[Access::kValues];
         Access::decode(raw[i], values);
-        ARK_UNROLL for (int v = 0; v < Access::kValues; ++v) total[v] =
-            add(total[v], kMean ? divide(values[v], by) : multiply(values[v], by));
+        ARK_UNROLL for (int v = 0; v < Access::kValues; ++v) total[v] = add(total[v], by.applied(values[v]));
       }
     }
   }

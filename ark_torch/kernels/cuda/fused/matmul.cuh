@@ -46,12 +46,6 @@ __device__ __forceinline__ void tensor_load(uint32 to, const TensorMap& map, int
       : "memory");
 }
 
-// Brings the same to the second-level cache.
-__device__ __forceinline__ void tensor_prefetch(const TensorMap& map, int at, int line) {
-  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(&map), "r"(at), "r"(line)
-               : "memory");
-}
-
 struct Line16 {
   uint32 words[4];
 };

@@ -31,6 +31,21 @@ struct MoeProductParams {
   uint32 column_tiles;
 };
 
+// x / d, correctly rounded, for numbers x of half types and d of 1/4 to 2^126 or infinity. `about` is 1 / d within an
+// ulp. The compiler's division has a branch, and a thread that divides 64 sums would wait for one after the other.
+ARK_DEVICE_INLINE float quotient(float x, float d, float about) {
+  const float inverse = multiply_add(about, multiply_add(-d, about, 1.0f), about);
+  const float near = multiply(x, inverse), over = multiply_add(d, near, -x);
+  return over == over ? multiply_add(-inverse, over, near) : multiply(x, about);  // infinities leave no remainder
+}
+
+// x / (1 + e), with both divided by 4, so that the reciprocal is a normal number.
+template <class Reciprocal>
+ARK_DEVICE_INLINE float divide_by_one_and(float e, float x, Reciprocal&& reciprocal) {
+  const float d = multiply_add(e, 0.25f, 0.25f);
+  return quotient(multiply(x, 0.25f), d, reciprocal(d));
+}
+
 #if defined(__CUDACC__)
 
 struct MoeTile {
@@ -68,7 +83,13 @@ class MoeTiles {
 
 template <MoeActivation kActivation>
 __device__ __forceinline__ float activated(float x) {
-  if constexpr (kActivation == MoeActivation::silu) return divide(x, 1.0f + expf(-x));
+  if constexpr (kActivation == MoeActivation::silu) {
+    return divide_by_one_and(expf(-x), x, [](float d) {
+      float about;
+      asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(about) : "f"(d));
+      return about;
+    });
+  }
   if constexpr (kActivation == MoeActivation::relu) return x < 0.0f ? 0.0f : x;
   if constexpr (kActivation == MoeActivation::gelu) return x * 0.5f * (1.0f + erff(x * 0.70710678118654752f));
   if constexpr (kActivation == MoeActivation::gelu_tanh)
@@ -97,12 +118,19 @@ struct MoeProduct {
     return ring + kShape.ring_bytes() + warp * kShape.laid_bytes();
   }
 
+  // The number of this block's n-th tile. Blocks take another place in each wave, so that all get as many small tiles,
+  // whatever number of tiles an expert's columns have.
+  static __device__ __forceinline__ uint32 number_of(uint32 n) {
+    constexpr uint32 kTurn = 5;
+    return n * gridDim.x + (blockIdx.x + n * kTurn) % gridDim.x;
+  }
+
   // The work of one warp: loads what the groups multiply, in their order.
   __device__ __forceinline__ void bring() {
     MoeTiles<kRows, kOut> tiles(p);
     MoeTile tile;
     uint32 stage = 0, parity = 1;
-    for (uint32 v = blockIdx.x; tiles.find(v, tile); v += gridDim.x) {
+    for (uint32 n = 0; tiles.find(number_of(n), tile); ++n) {
       const uint32 boxes = (tile.rows + kBox - 1) / kBox;
       const int line = static_cast<int>(tile.expert * p.lines + tile.column);
       ARK_ROLLED for (uint32 step = 0; step < steps(); ++step) {
@@ -124,56 +152,51 @@ struct MoeProduct {
     }
   }
 
-  // erff of 128 sums at once needs more registers than a thread has, so ungated GELU follows the sums, word by word.
-  static constexpr bool kActivatesLater = kActivation == MoeActivation::gelu && !kGated;
-
-  template <bool kActivated = true>
-  static __device__ __forceinline__ uint32 finished(const float* one, const float* other) {
-    float x[2];
-    Format::decode(Format::encode(one), x);
-    if constexpr (kActivation != MoeActivation::none && kActivated) {
+  // The results of two sums, which are rounded.
+  static __device__ __forceinline__ uint32 finished(float* x, const float* factor) {
+    if constexpr (kActivation != MoeActivation::none) {
       ARK_UNROLL for (int i = 0; i < 2; ++i) x[i] = activated<kActivation>(x[i]);
     }
     if constexpr (kGated) {
-      float factor[2];
-      Format::decode(Format::encode(x), x);
-      Format::decode(Format::encode(other), factor);
+      Format::round(x);
       ARK_UNROLL for (int i = 0; i < 2; ++i) x[i] = multiply(x[i], factor[i]);
     }
     return Format::encode(x);
   }
 
-  // Activates the words that this thread laid down from `to` on.
-  static __device__ __forceinline__ void activate_later(uint32 to) {
-    ARK_ROLLED for (int i = 0; i < kOut / 4; ++i) {
+  // Finishes the words that this thread laid down from `to` on, some at a time: activations of all sums at once would
+  // need more registers than there are.
+  static __device__ __forceinline__ void finish(uint32 to) {
+#pragma unroll 4
+    for (int i = 0; i < kOut / 4; ++i) {
       const uint32 at = to + 8 * (i % 2) * kShape.pitch() + i / 2 * 16;
-      uint32 word;
-      float x[2];
+      uint32 word, other = 0;
+      float x[2], factor[2];
       asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(at) : "memory");
-      Format::decode(word, x);
-      ARK_UNROLL for (int e = 0; e < 2; ++e) x[e] = activated<kActivation>(x[e]);
-      asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(Format::encode(x)) : "memory");
+      if constexpr (kGated) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(other) : "r"(at + kOut * 2) : "memory");
+      Format::decode(word, x), Format::decode(other, factor);
+      asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(finished(x, factor)) : "memory");
     }
   }
 
-  // Stores a warp's 16 rows.
+  // Stores a warp's 16 rows, which pass through shared memory to become wide stores. The copy engine would store them
+  // behind all loads that it has been given.
   __device__ __forceinline__ void store(const float (&sums)[kOver][4], const MoeTile& tile, uint32 warp) const {
-    bulk_wait_read<0>();
-    __syncwarp();
+    constexpr uint32 kLines = kOut / 8;  // of 16 bytes, in a row
+    __syncwarp();                        // all lanes have read the rows before these
     const uint32 to = laid_at(warp) + lane() / 4 * kShape.pitch() + lane() % 4 * 4;
-    constexpr int kFactor = kGated ? kOver / 2 : 0;
-    ARK_UNROLL for (int j = 0; j < kOut / 8; ++j) ARK_UNROLL for (int h = 0; h < 2; ++h) asm volatile(
+    ARK_UNROLL for (int j = 0; j < kOver; ++j) ARK_UNROLL for (int h = 0; h < 2; ++h) asm volatile(
         "st.shared.u32 [%0], %1;" ::"r"(to + 8 * h * kShape.pitch() + j * 16),
-        "r"(finished<!kActivatesLater>(&sums[j][2 * h], &sums[j + kFactor][2 * h])) : "memory");
-    if constexpr (kActivatesLater) activate_later(to);
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        "r"(Format::encode(&sums[j][2 * h])) : "memory");
+    if constexpr (kGated || kActivation != MoeActivation::none) finish(to);
     __syncwarp();
-    const uint32 row = warp * 16 + lane();
-    if (lane() < 16 && row < tile.rows)
-      engine_store(p.out + uint64{tile.row + row} * p.out_bytes + tile.column * 2,
-                   laid_at(warp) + lane() * kShape.pitch(),
-                   min(static_cast<uint32>(kOut), p.columns - tile.column) * 2);
-    bulk_commit();
+    const uint32 rows = tile.rows - warp * 16, lines = min(static_cast<uint32>(kOut), p.columns - tile.column) / 8;
+    char* const out = p.out + uint64{tile.row + warp * 16} * p.out_bytes + tile.column * 2;
+    ARK_UNROLL for (uint32 i = 0; i < kLines / 2; ++i) {
+      const uint32 row = (i * 32 + lane()) / kLines, line = (i * 32 + lane()) % kLines;
+      if (row < rows && line < lines)
+        store_line(out + row * p.out_bytes + line * 16, laid_line(laid_at(warp) + row * kShape.pitch() + line * 16));
+    }
   }
 
   // The work of a warp group.
@@ -186,7 +209,17 @@ struct MoeProduct {
     MoeTile tile;
     uint32 stage = 0, parity = 0;
     float sums[kOver][4];
-    for (uint32 v = blockIdx.x; tiles.find(v, tile); v += gridDim.x) {
+    for (uint32 n = 0; tiles.find(number_of(n), tile); ++n) {
+      if (kRows > 64 && group * 64 >= tile.rows) {  // none for this group, which leaves the tensor cores to the other
+        ARK_ROLLED for (uint32 step = 0; step < steps(); ++step) {
+          while (!barrier_passed(&shared.full[stage], parity)) {
+          }
+          __syncwarp();
+          if (lane() == 0) barrier_arrive(&shared.empty[stage]);
+          if (++stage == kStages) stage = 0, parity ^= 1;
+        }
+        continue;
+      }
       ARK_UNROLL for (int j = 0; j < kOver; ++j) ARK_UNROLL for (int e = 0; e < 4; ++e) sums[j][e] = 0;
       uint32 before = 0;  // the stage being multiplied
       ARK_ROLLED for (uint32 step = 0; step < steps(); ++step) {
@@ -206,7 +239,6 @@ struct MoeProduct {
       if (steps() != 0 && lane() == 0) barrier_arrive(&shared.empty[before]);
       if (warp * 16 < tile.rows) store(sums, tile, warp);
     }
-    bulk_wait_written<0>();
   }
 };
 

@@ -24,10 +24,6 @@ namespace ark::device {
 // rank sends those of its next launch only after every peer has said that it stored all tiles of this launch, before
 // which it read this launch's counts. So no poll misses its epoch.
 //
-// Sums. A kernel that cannot know how many stores a group of tiles gets from which block counts them. The last block to
-// end sets the sums to zero before it says that all tiles are stored. By then every store that they count has been
-// seen, and a peer adds to them again only in a later launch.
-//
 // Memory order. A block's stores precede its barrier, after which one thread adds to `arrived` (acquire and release at
 // system scope). So the last block's thread has seen all of them, and releases the epoch to the peers at system scope.
 // The peer's last block acquires it, and the kernel's end makes the tiles visible to what follows in the stream.
@@ -38,8 +34,6 @@ namespace ark::device {
 
 inline constexpr uint32 kMostFlags = 16384;  // per launch, from one rank to another
 inline constexpr uint32 kMostCounts = 1024;  // the same
-inline constexpr uint32 kMostGroups = 4096;  // groups of rows of one rank's experts
-inline constexpr uint32 kMostSlots = 65536;  // rows that come back to one rank
 
 // One per rank, in memory mapped by all ranks of the node. Initially zero.
 struct alignas(128) TileControl {
@@ -54,11 +48,6 @@ struct alignas(128) TileControl {
   // Per peer: the last epoch in which it stored each group of tiles for this rank. Kernel and shape define the groups.
   alignas(128) uint64 flags[kMaxRanks][kMostFlags];
   alignas(128) uint64 counts[kMaxRanks][kMostCounts];  // per peer: epoch and number
-  // Sums of moe_layer (moe_layer.cuh), zero between launches.
-  alignas(128) uint32 group_rows[kMaxRanks][kMostGroups];  // per peer: pieces of rows that it has stored in each group
-  uint32 slot_tiles[kMostSlots];                           // tiles that have come back to each slot
-  uint32 group_tiles[kMostGroups];                         // this rank only: finished tiles of the first product
-  uint32 tasks;                                            // this rank only: taken
 };
 
 // What the host reads after a failed launch. The first thread to claim it is its only writer.
@@ -188,50 +177,14 @@ class TileExchange {
     }
   }
 
-  // Adds to a sum in `peer`'s control words, after stores of this thread, or of others that it has seen.
-  static __device__ __forceinline__ void add(uint32* sum) {
-    asm volatile("red.release.sys.global.add.u32 [%0], 1;" ::"l"(sum) : "memory");
-  }
-  // The same to one of this rank, for this rank.
-  static __device__ __forceinline__ void add_here(uint32* sum) {
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(sum) : "memory");
-  }
-  // The same to several: after order_stores(), which orders stores before all of them.
-  static __device__ __forceinline__ void order_stores() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
-  static __device__ __forceinline__ void add_ordered(uint32* sum) {
-    asm volatile("red.relaxed.sys.global.add.u32 [%0], 1;" ::"l"(sum) : "memory");
-  }
-  // Whether a sum of this rank's control words is complete.
-  static __device__ __forceinline__ bool has_sum(const uint32* sum, uint32 wanted) {
-    uint32 seen;
-    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(sum) : "memory");
-    return seen >= wanted;
-  }
-  // Waits until it is, with pauses of `pause` nanoseconds; false: give up. `peer`: who adds to it; this rank: its own
-  // blocks, which wait for peers in turn and must be the first to name one.
-  __device__ __forceinline__ bool await_sum(const uint32* sum, uint32 wanted, int peer, uint32 pause = 0) {
-    Patience patience = patience_;
-    if (peer == links_.rank) patience.limit_ns = patience.limit_ns > kOver / 2 ? kOver : patience.limit_ns * 2;
-    while (!has_sum(sum, wanted)) {
-      if (patience.over_here(peer, epoch_)) return false;
-      if (pause != 0) __nanosleep(pause);
-    }
-    return true;
-  }
-
   // Called by every thread of the block after its last store. All tiles have arrived when the kernel ends. Not `waits`:
-  // the kernel has already waited for every peer's tiles by their flags. The threads of the last block call `last`
-  // before peers may begin another launch.
-  template <class Last>
-  __device__ __forceinline__ void finish(bool waits, Last&& last) {
-    if (is_local() || !arrive()) return;
-    last();
-    __syncthreads();
-    if (waits) tell_and_await();
-  }
+  // the kernel has already waited for every peer's tiles by their flags.
   __device__ __forceinline__ void finish(bool waits = true) {
     if (is_local() || !arrive() || !waits) return;
-    tell_and_await();
+    const int peer = static_cast<int>(threadIdx.x);
+    if (peer >= links_.ranks || peer == links_.rank) return;
+    tell_stored(peer);
+    await_stored(peer);
   }
 
   // The same in the middle of a kernel whose blocks are resident together; afterwards they may read what peers have
@@ -265,12 +218,6 @@ class TileExchange {
     }
     __syncthreads();
     return is_last != 0;
-  }
-  __device__ __forceinline__ void tell_and_await() {
-    const int peer = static_cast<int>(threadIdx.x);
-    if (peer >= links_.ranks || peer == links_.rank) return;
-    tell_stored(peer);
-    await_stored(peer);
   }
   __device__ __forceinline__ void tell_stored(int peer) {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(&links_.control[peer]->done[links_.rank]), "l"(epoch_)

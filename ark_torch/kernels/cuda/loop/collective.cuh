@@ -15,7 +15,8 @@ namespace ark::loop {
 
 static_assert(kMostRanks == device::kMaxRanks);
 
-// The slow part of a wait: returns when the wait began, or device::kOver if it must be given up.
+// The slow part of a wait for a rank of the node, by its place, or for a device::outside_peer(): returns when the wait
+// began, or device::kOver if it must be given up.
 static __device__ __noinline__ uint64 wait_for_peer(Context context, uint64 began, int peer, uint64 epoch) {
   const Worker& here = worker();
   const Ranks& ranks = here.head->ranks;
@@ -24,7 +25,8 @@ static __device__ __noinline__ uint64 wait_for_peer(Context context, uint64 bega
   if (!aborted(*here.head)) {
     began = device::look_up(ranks.status, ranks.limit_ns, began, peer, epoch);
     if (began != device::kOver) return began;
-    report(*here.head, Failure::peer, here.number, context.task().task, context.task().stage, -1, peer, 0, 0);
+    const int rank = device::is_outside(peer) ? device::outside_rank(peer) : ranks.names[peer];
+    report(*here.head, Failure::peer, here.number, context.task().task, context.task().stage, -1, rank, 0, 0);
   }
   *const_cast<volatile int*>(here.leave) = 1;
   return device::kOver;

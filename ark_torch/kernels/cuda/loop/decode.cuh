@@ -6,12 +6,10 @@
 #pragma once
 
 #include "cuda/loop/product.cuh"
-#include "protocol/codes.hpp"
 
 namespace ark::loop {
 
 using ark::Codes;
-using ark::NoScale;
 
 // a * b + c on pairs.
 template <class T>

@@ -56,6 +56,24 @@ ARK_LOOP constexpr auto rule_of() {
     return device::SumRule<device::Float32>{};
 }
 
+// Waits for the packets of ranks [from, from + kTogether), which are loaded together; `own` stands for this rank's.
+// slot(source): where a rank's packets come. Returns false if the wait was given up.
+template <int kRanks, int kTogether, class Block, class Slot>
+ARK_LOOP bool take_packets(Block& block, Slot&& slot, int rank, int from, uint64 unit, const device::Unit& own,
+                           uint64 epoch, device::Unit* parts) {
+  while (true) {
+    int missing = -1;
+    ARK_UNROLL for (int i = 0; i < kTogether; ++i) {
+      if (from + i == rank)
+        parts[i] = own;
+      else if (from + i < kRanks && !protocol::load_unit_packets(slot(from + i), unit, parts[i].lo, parts[i].hi, epoch))
+        missing = from + i;
+    }
+    if (missing < 0) return true;
+    if (block.over(missing, epoch)) return false;
+  }
+}
+
 // Bytes [begin, end) of a part of `part` bytes; begin is a multiple of 16. For all_gather and all_to_all `out` has one
 // part from every rank; for reduce_scatter and all_to_all `in` has one for every rank.
 template <Exchange kWhat, device::DType kType, device::ReduceOp kOp, int kRanks, class Block>
@@ -93,18 +111,8 @@ ARK_LOOP void exchange(Block& block, const Exchanged& with, const void* in, void
     decltype(rule.first(own)) sum;
     ARK_UNROLL for (int from = 0; from < kRanks; from += kTogether) {
       device::Unit parts[kTogether];
-      while (true) {  // these packets are loaded together
-        int missing = -1;
-        ARK_UNROLL for (int i = 0; i < kTogether; ++i) {
-          if (from + i == rank)
-            parts[i] = own;
-          else if (from + i < kRanks &&
-                   !protocol::load_unit_packets(slot(rank, from + i), unit, parts[i].lo, parts[i].hi, epoch))
-            missing = from + i;
-        }
-        if (missing < 0) break;
-        if (block.over(missing, epoch)) return;
-      }
+      const auto from_source = [&](int source) { return slot(rank, source); };
+      if (!take_packets<kRanks, kTogether>(block, from_source, rank, from, unit, own, epoch, parts)) return;
       ARK_UNROLL for (int i = 0; i < kTogether; ++i) {
         if (from + i >= kRanks) continue;
         if constexpr (kToParts)

@@ -5,6 +5,7 @@
 // worker's count of steps), so a captured launch can be replayed without the host.
 #pragma once
 
+#include "cuda/between_window.cuh"
 #include "protocol/base.hpp"
 
 #include "cuda/loop/group.cuh"
@@ -80,14 +81,19 @@ struct LoadEntry {
 };
 static_assert(sizeof(Operand) == 16 && sizeof(LoadEntry) == 48 && sizeof(WaitFor) == 8);
 
-inline constexpr int kMostRanks = 8;
+inline constexpr int kMostRanks = 8;   // that exchange packets
+inline constexpr int kMostNodes = 16;  // of a group with several
 
-// The participants in the plan's collectives (collective.cuh); zero in a plan without any.
+// The participants in the plan's collectives (collective.cuh, between.cuh); zero in a plan without any. In a group over
+// several nodes `packets` and `rank` are of the node's ranks, by their places.
 struct Ranks {
   char* packets[kMostRanks];  // packet memory of each rank, as mapped here
   device::GroupStatus* status;
   unsigned long long limit_ns;  // per wait on a peer
   int rank;
+  int names[kMostRanks];         // the ranks of `packets` in the group
+  device::BetweenWindow window;  // zero in a group that is on one node
+  int outside[kMostNodes];       // by node: the rank there that this one exchanges with
 };
 
 // The head of every launch; the caller's pointers follow in the kernel's parameter.

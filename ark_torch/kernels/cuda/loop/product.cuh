@@ -3,8 +3,11 @@
 
 #include "cuda/loop/ptx.cuh"
 #include "cuda/loop/task.cuh"
+#include "protocol/codes.hpp"
 
 namespace ark::loop {
+
+using ark::NoScale;
 
 // Strides in elements. Rows, columns and depths are counted in int.
 struct Product {
@@ -29,6 +32,28 @@ struct Finished {
 template <class Bias, class Finish>
 ARK_LOOP Finished<Bias, Finish> finished_by(const Bias* bias, Finish finish) {
   return {bias, finish};
+}
+
+// In place of a bias: a bias, and scales of rows (NoScale: none) and columns, by which each sum is multiplied before it
+// is added.
+template <int kRowStride, int kColumnStride, class RowScale, class ColumnScale, class Bias>
+struct Scaled {
+  const RowScale* rows;
+  const ColumnScale* columns;
+  const Bias* bias;
+  ARK_LOOP float of_row(int r) const {
+    if constexpr (kSame<RowScale, NoScale>)
+      return 1;
+    else
+      return load_one(rows + r * kRowStride);
+  }
+  ARK_LOOP float of_column(int c) const { return load_one(columns + c * static_cast<int64_t>(kColumnStride)); }
+};
+template <int kRowStride, int kColumnStride, class RowScale, class ColumnScale, class Bias>
+ARK_LOOP Scaled<kRowStride, kColumnStride, RowScale, ColumnScale, Bias> scaled_by(const RowScale* rows,
+                                                                                  const ColumnScale* columns,
+                                                                                  const Bias* bias) {
+  return {rows, columns, bias};
 }
 
 // The positions of row r of a and of the result, in elements.
@@ -56,6 +81,15 @@ template <class Bias>
 inline constexpr bool kHasBias = !kSame<Bias, NoBias>;
 template <class Bias, class Finish>
 inline constexpr bool kHasBias<Finished<Bias, Finish>> = kHasBias<Bias>;
+template <int kRow, int kColumn, class A, class B, class Bias>
+inline constexpr bool kHasBias<Scaled<kRow, kColumn, A, B, Bias>> = kHasBias<Bias>;
+
+template <class Bias>
+inline constexpr bool kScaled = false;
+template <class Bias, class Finish>
+inline constexpr bool kScaled<Finished<Bias, Finish>> = kScaled<Bias>;
+template <int kRow, int kColumn, class A, class B, class Bias>
+inline constexpr bool kScaled<Scaled<kRow, kColumn, A, B, Bias>> = true;
 
 // The bias added to an element's sum.
 template <class Bias>
@@ -69,10 +103,18 @@ template <class Bias, class Finish>
 ARK_LOOP float bias_of(const Product& s, const Finished<Bias, Finish>* by, int64_t r, int64_t c) {
   return bias_of(s, by->bias, r, c);
 }
+template <int kRow, int kColumn, class A, class B, class Bias>
+ARK_LOOP float bias_of(const Product& s, const Scaled<kRow, kColumn, A, B, Bias>* by, int64_t r, int64_t c) {
+  return bias_of(s, by->bias, r, c);
+}
 
 template <class Bias>
 ARK_LOOP float finished(const Bias*, float sum, float bias) {
   return kSame<Bias, NoBias> ? sum : sum + bias;
+}
+template <int kRow, int kColumn, class A, class B, class Bias>
+ARK_LOOP float finished(const Scaled<kRow, kColumn, A, B, Bias>* by, float sum, float bias) {
+  return finished(by->bias, sum, bias);
 }
 template <class Bias, class Finish>
 ARK_LOOP float finished(const Finished<Bias, Finish>* by, float sum, float bias) {
@@ -101,5 +143,39 @@ ARK_LOOP void finish_pair(const Product& s, Out* row, const Bias* bias, int r, i
   if (c + 1 < c1) y = finished(bias, y, bias_of(s, bias, r, c + 1));
   store_pair(s, row, c, c1, x, y, paired);
 }
+
+// The scales of a thread's two rows, r and r + 8, and, spread over a warp's lanes, of its columns: each lane holds
+// those of columns c and c + 1.
+template <bool kAny>
+struct RowAndColumnScales {
+  template <class Bias>
+  ARK_LOOP RowAndColumnScales(const Bias*, int, int, int, int, bool) {}
+  ARK_LOOP float applied(float sum, int, int, int) const { return sum; }
+};
+template <>
+struct RowAndColumnScales<true> {
+  float of_rows[2], of_columns[2];
+
+  template <class Bias>
+  ARK_LOOP RowAndColumnScales(const Bias* by, int r, int r1, int c, int c1, bool holds) {
+    const auto* const scales = scales_of(by);
+    ARK_UNROLL for (int i = 0; i < 2; ++i) {
+      of_rows[i] = r + i * 8 < r1 ? scales->of_row(r + i * 8) : 0;
+      of_columns[i] = holds && c + i < c1 ? scales->of_column(c + i) : 0;
+    }
+  }
+  template <int kRow, int kColumn, class A, class B, class Bias>
+  static ARK_LOOP const auto* scales_of(const Scaled<kRow, kColumn, A, B, Bias>* by) {
+    return by;
+  }
+  template <class Bias, class Finish>
+  static ARK_LOOP const auto* scales_of(const Finished<Bias, Finish>* by) {
+    return scales_of(by->bias);
+  }
+  // `lane` holds the column, as the first or second of its two.
+  ARK_LOOP float applied(float sum, int row, int column, int lane) const {
+    return sum * shuffle_from<32>(of_columns[column], lane) * of_rows[row];
+  }
+};
 
 }  // namespace ark::loop

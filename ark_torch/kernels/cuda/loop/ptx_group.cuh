@@ -48,49 +48,58 @@ ARK_LOOP void wait_group_multiply(float (&sums)[kOver][4]) {
 }
 
 #define ARK_SUMS(j) "+f"(sums[j][0]), "+f"(sums[j][1]), "+f"(sums[j][2]), "+f"(sums[j][3])
-#define ARK_GROUP_MULTIPLY(SIZE, TYPE, REGISTERS, OPERANDS, ...)                                              \
-  asm volatile("wgmma.mma_async.sync.aligned." SIZE ".f32." TYPE "." TYPE " {" REGISTERS "}, " OPERANDS ";\n" \
-               : __VA_ARGS__                                                                                  \
+// R, C, X, Y: numbers of the operands behind the registers. Half types have both orders of lines; float8 (X: whether to
+// add) is adjacent along the depth.
+#define ARK_GROUP_MULTIPLY(SIZE, TYPE, REGISTERS, R, C, X, Y, ...)                                         \
+  asm volatile("wgmma.mma_async.sync.aligned." SIZE "k16.f32." TYPE "." TYPE " {" REGISTERS "}, " R ", " C \
+               ", 1, 1, 1, " X ", " Y ";\n"                                                                \
+               : __VA_ARGS__                                                                               \
                : "l"(rows), "l"(columns), "n"(kAAcross), "n"(kBAcross))
-#define ARK_GROUP_MULTIPLY_OF(SIZE, REGISTERS, OPERANDS, ...)           \
-  if constexpr (kSame<T, bf16>)                                         \
-    ARK_GROUP_MULTIPLY(SIZE, "bf16", REGISTERS, OPERANDS, __VA_ARGS__); \
-  else                                                                  \
-    ARK_GROUP_MULTIPLY(SIZE, "f16", REGISTERS, OPERANDS, __VA_ARGS__)
+#define ARK_GROUP_MULTIPLY_OF(SIZE, REGISTERS, R, C, X, Y, ...)                                             \
+  if constexpr (kSame<T, e4m3>)                                                                             \
+    asm volatile("wgmma.mma_async.sync.aligned." SIZE "k32.f32.e4m3.e4m3 {" REGISTERS "}, " R ", " C ", " X \
+                 ", 1, 1;\n"                                                                                \
+                 : __VA_ARGS__                                                                              \
+                 : "l"(rows), "l"(columns), "n"(kAdd));                                                     \
+  else if constexpr (kSame<T, bf16>)                                                                        \
+    ARK_GROUP_MULTIPLY(SIZE, "bf16", REGISTERS, R, C, X, Y, __VA_ARGS__);                                   \
+  else                                                                                                      \
+    ARK_GROUP_MULTIPLY(SIZE, "f16", REGISTERS, R, C, X, Y, __VA_ARGS__)
 
-// sums (64 x 8 kOver) += a (64 x 16) b (16 x 8 kOver), by one warp group; each warp has 16 rows, as in multiply_add.
-template <class T, bool kAAcross, bool kBAcross, int kOver>
+// sums (64 x 8 kOver) += a (64 x 16) b (16 x 8 kOver), by one warp group; each warp has 16 rows, as in multiply_add. Of
+// float8 the depth is 32; without kAdd, sums are replaced.
+template <class T, bool kAAcross, bool kBAcross, bool kAdd = true, int kOver>
 ARK_LOOP void group_multiply_add(float (&sums)[kOver][4], uint64 rows, uint64 columns) {
+  static_assert(kSame<T, e4m3> ? !kAAcross && !kBAcross : kAdd);
   static_assert(kOver == 4 || kOver == 8 || kOver == 12 || kOver == 16 || kOver == 32);
   if constexpr (kOver == 4)
-    ARK_GROUP_MULTIPLY_OF("m64n32k16", "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15",
-                          "%16, %17, 1, 1, 1, %18, %19", ARK_SUMS(0), ARK_SUMS(1), ARK_SUMS(2), ARK_SUMS(3));
+    ARK_GROUP_MULTIPLY_OF("m64n32", "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15", "%16",
+                          "%17", "%18", "%19", ARK_SUMS(0), ARK_SUMS(1), ARK_SUMS(2), ARK_SUMS(3));
   if constexpr (kOver == 8)
-    ARK_GROUP_MULTIPLY_OF("m64n64k16",
+    ARK_GROUP_MULTIPLY_OF("m64n64",
                           "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "
                           "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31",
-                          "%32, %33, 1, 1, 1, %34, %35", ARK_SUMS(0), ARK_SUMS(1), ARK_SUMS(2), ARK_SUMS(3),
-                          ARK_SUMS(4), ARK_SUMS(5), ARK_SUMS(6), ARK_SUMS(7));
+                          "%32", "%33", "%34", "%35", ARK_SUMS(0), ARK_SUMS(1), ARK_SUMS(2), ARK_SUMS(3), ARK_SUMS(4),
+                          ARK_SUMS(5), ARK_SUMS(6), ARK_SUMS(7));
   if constexpr (kOver == 12)
-    ARK_GROUP_MULTIPLY_OF("m64n96k16",
+    ARK_GROUP_MULTIPLY_OF("m64n96",
                           "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "
                           "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, "
                           "%38, %39, %40, %41, %42, %43, %44, %45, %46, %47",
-                          "%48, %49, 1, 1, 1, %50, %51", ARK_SUMS(0), ARK_SUMS(1), ARK_SUMS(2), ARK_SUMS(3),
-                          ARK_SUMS(4), ARK_SUMS(5), ARK_SUMS(6), ARK_SUMS(7), ARK_SUMS(8), ARK_SUMS(9), ARK_SUMS(10),
-                          ARK_SUMS(11));
+                          "%48", "%49", "%50", "%51", ARK_SUMS(0), ARK_SUMS(1), ARK_SUMS(2), ARK_SUMS(3), ARK_SUMS(4),
+                          ARK_SUMS(5), ARK_SUMS(6), ARK_SUMS(7), ARK_SUMS(8), ARK_SUMS(9), ARK_SUMS(10), ARK_SUMS(11));
   if constexpr (kOver == 16)
     ARK_GROUP_MULTIPLY_OF(
-        "m64n128k16",
+        "m64n128",
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
         "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "
         "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63",
-        "%64, %65, 1, 1, 1, %66, %67", ARK_SUMS(0), ARK_SUMS(1), ARK_SUMS(2), ARK_SUMS(3), ARK_SUMS(4), ARK_SUMS(5),
+        "%64", "%65", "%66", "%67", ARK_SUMS(0), ARK_SUMS(1), ARK_SUMS(2), ARK_SUMS(3), ARK_SUMS(4), ARK_SUMS(5),
         ARK_SUMS(6), ARK_SUMS(7), ARK_SUMS(8), ARK_SUMS(9), ARK_SUMS(10), ARK_SUMS(11), ARK_SUMS(12), ARK_SUMS(13),
         ARK_SUMS(14), ARK_SUMS(15));
   if constexpr (kOver == 32)
     ARK_GROUP_MULTIPLY_OF(
-        "m64n256k16",
+        "m64n256",
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "
         "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, "
         "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "
@@ -98,7 +107,7 @@ ARK_LOOP void group_multiply_add(float (&sums)[kOver][4], uint64 rows, uint64 co
         "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, "
         "%101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, "
         "%117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127",
-        "%128, %129, 1, 1, 1, %130, %131", ARK_SUMS(0), ARK_SUMS(1), ARK_SUMS(2), ARK_SUMS(3), ARK_SUMS(4), ARK_SUMS(5),
+        "%128", "%129", "%130", "%131", ARK_SUMS(0), ARK_SUMS(1), ARK_SUMS(2), ARK_SUMS(3), ARK_SUMS(4), ARK_SUMS(5),
         ARK_SUMS(6), ARK_SUMS(7), ARK_SUMS(8), ARK_SUMS(9), ARK_SUMS(10), ARK_SUMS(11), ARK_SUMS(12), ARK_SUMS(13),
         ARK_SUMS(14), ARK_SUMS(15), ARK_SUMS(16), ARK_SUMS(17), ARK_SUMS(18), ARK_SUMS(19), ARK_SUMS(20), ARK_SUMS(21),
         ARK_SUMS(22), ARK_SUMS(23), ARK_SUMS(24), ARK_SUMS(25), ARK_SUMS(26), ARK_SUMS(27), ARK_SUMS(28), ARK_SUMS(29),

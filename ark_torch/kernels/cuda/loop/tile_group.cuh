@@ -14,9 +14,11 @@
 
 namespace ark::loop {
 
-template <class T, int kRows, int kColumns, bool kAAcross, bool kBAcross>
+// kPromotes: of float8, whose products are added with fewer bits than float32 has. Each line is then added on its own,
+// and its sums as float32, for which a group has registers with 64 columns.
+template <class T, int kRows, int kColumns, bool kAAcross, bool kBAcross, bool kPromotes = false>
 struct GroupTile {
-  static constexpr int kMyColumns = kBAcross && kColumns > 64 ? 64 : kColumns;
+  static constexpr int kMyColumns = (kBAcross || kPromotes) && kColumns > 64 ? 64 : kColumns;
   static constexpr int kDown = kRows / 64, kAcross = kColumns / kMyColumns, kSplit = kWarps / 4 / (kDown * kAcross);
   static constexpr int kOver = kMyColumns / 8, kMine = kOver / kSplit;  // of products 64 x 8; that a group finishes
   static_assert(kRows % 64 == 0 && kColumns % kMyColumns == 0 && kOver % kSplit == 0 && kMine <= 8);
@@ -25,6 +27,7 @@ struct GroupTile {
   static constexpr bool kAsync = true;             // add() is done after wait(), and finish() needs the workspace
 
   float sums[kOver][4];
+  float line[kPromotes ? kOver : 1][4];  // sums of the last line
   uint32 rows_ = matrix<kAAcross>(first_row()), columns_ = matrix<kBAcross>(first_column());
 
   static ARK_LOOP int part(int self = thread()) { return self / 128 % kSplit; }
@@ -33,10 +36,13 @@ struct GroupTile {
   static ARK_LOOP int first_column(int self = thread()) { return place(self) % kAcross * kMyColumns; }
 
   ARK_LOOP void clear() {
-    ARK_UNROLL for (int j = 0; j < kOver; ++j) ARK_UNROLL for (int e = 0; e < 4; ++e) sums[j][e] = 0;
+    ARK_UNROLL for (int j = 0; j < kOver; ++j) ARK_UNROLL for (int e = 0; e < 4; ++e) {
+      sums[j][e] = 0;
+      if constexpr (kPromotes) line[j][e] = 0;
+    }
   }
 
-  // The stride of steps of 16 along the depth: as many lines, or 32 bytes of each line.
+  // The stride of steps of 16 along the depth: as many lines, or 32 bytes of each line (32 depths of float8).
   template <bool kLinesAcross>
   static constexpr int kStep = kLinesAcross ? 16 * kLineBytes : 32;
 
@@ -52,16 +58,26 @@ struct GroupTile {
   // Arguments: the tiles' offsets in the workspace.
   ARK_LOOP void add(int a_at, int b_at) {
     begin_group_multiply();
-    ARK_UNROLL for (int step = 0; step < 4 / kSplit; ++step)
-        group_multiply_add<T, kAAcross, kBAcross>(sums, moved_matrix(rows_, a_at + step * kStep<kAAcross>),
-                                                  moved_matrix(columns_, b_at + step * kStep<kBAcross>));
+    if constexpr (kPromotes) {
+      group_multiply_add<T, false, false, false>(line, moved_matrix(rows_, a_at), moved_matrix(columns_, b_at));
+      ARK_UNROLL for (int step = 1; step < 4 / kSplit; ++step) group_multiply_add<T, false, false>(
+          line, moved_matrix(rows_, a_at + step * 32), moved_matrix(columns_, b_at + step * 32));
+    } else {
+      ARK_UNROLL for (int step = 0; step < 4 / kSplit; ++step)
+          group_multiply_add<T, kAAcross, kBAcross>(sums, moved_matrix(rows_, a_at + step * kStep<kAAcross>),
+                                                    moved_matrix(columns_, b_at + step * kStep<kBAcross>));
+    }
     end_group_multiply();
   }
 
-  // Waits until all but the last kLeft calls of add() are done.
+  // Waits until all but the last kLeft calls of add() are done; with kPromotes, all. Then no two calls stand side by
+  // side without add() in between, but at first.
   template <int kLeft>
   ARK_LOOP void wait() {
-    if constexpr (kLeft == 0)
+    if constexpr (kPromotes) {
+      wait_group_multiply(line);
+      ARK_UNROLL for (int j = 0; j < kOver; ++j) ARK_UNROLL for (int e = 0; e < 4; ++e) sums[j][e] += line[j][e];
+    } else if constexpr (kLeft == 0)
       wait_group_multiply(sums);
     else
       wait_group_multiply<kLeft>();
@@ -120,6 +136,7 @@ struct GroupTile {
     const int row = r + first_row(self) + self / 32 % 4 * 16 + lane / 4;
     const int my_columns = c + first_column(self) + part(self) * kMine * 8, column = my_columns + lane % 4 * 2;
     float held[2] = {}, mine[kMine][4];  // if all rows share the bias, a lane holds two columns of it
+    const RowAndColumnScales<kScaled<Bias>> scales(bias, row, r1, my_columns + lane * 2, c1, lane * 2 < kMine * 8);
     ARK_UNROLL for (int e = 0; e < 2; ++e) if (kHasBias<Bias> && s.bias_row == 0 && lane * 2 < kMine * 8 &&
                                                my_columns + lane * 2 + e < c1) held[e] =
         bias_of(s, bias, 0, my_columns + lane * 2 + e);
@@ -135,7 +152,8 @@ struct GroupTile {
         else if (my_row < r1 && my_column < c1)
           added[e] = bias_of(s, bias, my_row, my_column);
       }
-      ARK_UNROLL for (int e = 0; e < 4; ++e) mine[i][e] = finished(bias, mine[i][e], added[e]);
+      ARK_UNROLL for (int e = 0; e < 4; ++e) mine[i][e] =
+          finished(bias, scales.applied(mine[i][e], e / 2, e % 2, i * 4 + lane % 4), added[e]);
     }
     const bool adjacent = kMine % 2 == 0 && paired && c1 - c >= kColumns && c % 4 == 0 && s.out_row % 4 == 0 &&
                           is_aligned(out, 4 * static_cast<int>(sizeof(Out)));

@@ -18,10 +18,11 @@ ARK_LOOP bool stored_in_pairs(const Product& s, const Out* out, int c0) {
 }
 
 // An asynchronous tile is not finished here; the caller does that.
-template <class ACopy, class BCopy, int kRows, int kColumns, class Tile, class T, class At, class BAt, class Out,
+// `b`: a Side, or what BCopy reads columns from.
+template <class ACopy, class BCopy, int kRows, int kColumns, class Tile, class T, class At, class B, class Out,
           class Bias>
-ARK_LOOP void ring_product(Tile& tile, const Product& s, const Side<T, At>& a, const Side<T, BAt>& b, Out* out,
-                           const Bias* bias, int r0, int r1, int c0, int c1) {
+ARK_LOOP void ring_product(Tile& tile, const Product& s, const Side<T, At>& a, const B& b, Out* out, const Bias* bias,
+                           int r0, int r1, int c0, int c1) {
   constexpr int kABytes = ACopy::kBytes, kBytes = kABytes + BCopy::kBytes;
   constexpr int kStages = least((Tile::kAsync ? kGroupWorkspaceBytes : kWorkspaceBytes) / kBytes, 8);
   // A stage is refilled kBehind stages after its use. With many stages, a multiplication may run until then.

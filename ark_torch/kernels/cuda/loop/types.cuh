@@ -101,6 +101,12 @@ ARK_LOOP float widen(f16 x) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
   return y;
 }
+ARK_LOOP float widen(e4m3 x) {
+  const uint32 magnitude = x.bits & 0x7fu;
+  const float normal = bits_as<float>((magnitude << 20) + (120u << 23)), subnormal = magnitude * 0x1p-9f;
+  const float number = magnitude == 0x7f ? kNan : magnitude < 8 ? subnormal : normal;
+  return (x.bits & 0x80u) != 0 ? -number : number;
+}
 ARK_LOOP int64_t widen(int64_t x) {
   return x;
 }
@@ -137,6 +143,19 @@ ARK_LOOP bf16 narrow(float x, bf16 type) {
 }
 ARK_LOOP f16 narrow(float x, f16 type) {
   return {static_cast<uint16>(pack_two(x, 0.0f, type))};
+}
+// Of numbers that e4m3 has (round_e4m3 of math.cuh).
+ARK_LOOP e4m3 narrow(float x, e4m3) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  uint16 both;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(0.0f), "f"(x));
+  return {static_cast<uint8>(both)};
+#else
+  const uint32 bits = bits_as<uint32>(x), sign = bits >> 24 & 0x80u;
+  const float magnitude = bits_as<float>(bits & 0x7fffffffu);
+  const uint32 normal = (bits >> 20 & 0x7ffu) - (120u << 3), subnormal = static_cast<uint32>(magnitude * 512.0f);
+  return {static_cast<uint8>(sign | (x != x ? 0x7fu : magnitude < 0x1p-6f ? subnormal : normal))};
+#endif
 }
 ARK_LOOP int64_t narrow(int64_t x, int64_t) {
   return x;

@@ -11,6 +11,8 @@
 
 namespace ark {
 
+using rdma::GpuWindow;
+
 namespace {
 
 std::string as_printable(std::string text) {
@@ -42,6 +44,54 @@ uint32_t settings_of(const SumOrder& sums) {
                            "Give every rank the same Options.order (ARK_ORDER) and Options.partials (ARK_PARTIALS)."});
 }
 
+[[noreturn]] void reject(int rank, int peer, const Error& error) {
+  throw Error(
+      ErrorKind::mismatch,
+      "record of rank " + std::to_string(peer) + " for the GPU stage between nodes rejected: " + error.message(),
+      ErrorContext{rank, peer, "init", 0, "Run the same ark_torch on all ranks."});
+}
+
+constexpr uint32_t kFailed = 2;  // RmaRecord::item of a rank whose error ends the meeting
+
+struct Meeting {
+  int rank, size;
+  std::chrono::milliseconds timeout;
+  std::string prefix;
+};
+
+// Tells the others of this rank's window, or why there is none. Returns where those of its rail are; sets `why` if a
+// rank has none. compare(peer, record) throws what ends the meeting.
+std::vector<GpuWindow::Remote> meet(const Meeting& meeting, const NodePlan& plan, KeyValueStore& store,
+                                    RmaRecord record, const GpuWindow* window,
+                                    const std::function<void(int, const RmaRecord&)>& compare, std::string& why) {
+  record.rank = static_cast<uint32_t>(meeting.rank), record.size = static_cast<uint32_t>(meeting.size);
+  if (window != nullptr) {
+    const GpuWindow::Remote own = window->own();
+    record.address = own.address, record.keys = own.keys, record.elements = window->bytes();
+  }
+  const auto records =
+      store_all_gather(store, meeting.prefix, meeting.rank, meeting.size, record.encode(), meeting.timeout);
+  std::vector<GpuWindow::Remote> remotes(plan.nodes());
+  for (int peer = 0; peer < meeting.size; ++peer) {
+    RmaRecord found;
+    try {
+      found = RmaRecord::decode(records[peer]);
+      if (static_cast<int>(found.rank) != peer || static_cast<int>(found.size) != meeting.size)
+        throw Error(ErrorKind::mismatch, "it is of rank " + std::to_string(found.rank));
+    } catch (const Error& error) {
+      reject(meeting.rank, peer, error);
+    }
+    compare(peer, found);
+    if (window != nullptr && found.reason.empty() && found.elements != window->bytes())
+      reject(meeting.rank, peer,
+             Error(ErrorKind::mismatch, "its memory has " + std::to_string(found.elements) + " bytes, not " +
+                                            std::to_string(window->bytes())));
+    if (!found.reason.empty() && why.empty()) why = "rank " + std::to_string(peer) + ": " + found.reason;
+    if (plan.local_of(peer) == plan.local()) remotes[plan.node_of(peer)] = {found.address, found.keys};
+  }
+  return remotes;
+}
+
 uint64_t time_limit_of(const OperationContext& context) {
   if (context.deadline == Clock::time_point::max()) return ~uint64_t{0};
   return std::max<int64_t>(context.timeout.count(), 1) * 1'000'000;
@@ -60,63 +110,77 @@ std::string BetweenStage::why_not(const NodePlan& plan) {
 }
 
 BetweenStage::BetweenStage(Setup setup, const NodePlan& plan)
-    : setup_(std::move(setup)), plan_(plan), scratch_(DeviceMemory::allocate(setup_.device, setup_.scratch_bytes)) {
-  rdma::GpuWindow::Setup window;
+    : setup_(std::move(setup)),
+      plan_(plan),
+      scratch_(DeviceMemory::allocate(setup_.device, setup_.scratch_bytes)),
+      window_(make_window(setup_.shape.value_or(GpuWindow::Shape::of(plan.nodes())), kWindows)) {}
+
+std::unique_ptr<GpuWindow> BetweenStage::make_window(const GpuWindow::Shape& shape, int32_t number) const {
+  GpuWindow::Setup window;
   window.gpu = setup_.device;
   window.path = setup_.path ? *setup_.path : rdma::gpu_path(*setup_.messages->engine(0)->device(), setup_.device);
-  window.shape = setup_.shape.value_or(rdma::GpuWindow::Shape::of(plan.nodes()));
-  for (int node = 0; node < plan.nodes(); ++node) window.ranks.push_back(plan.members(node)[plan.local()]);
-  window.node = plan.node();
-  window.number = kWindows;
+  window.shape = shape;
+  for (int node = 0; node < plan_.nodes(); ++node) window.ranks.push_back(plan_.members(node)[plan_.local()]);
+  window.node = plan_.node();
+  window.number = number;
   window.fail = setup_.fail;
-  window_ = std::make_unique<rdma::GpuWindow>(setup_.messages, std::move(window));
+  return std::make_unique<GpuWindow>(setup_.messages, std::move(window));
 }
 
 std::unique_ptr<BetweenStage> BetweenStage::open(Setup setup, const NodePlan& plan, KeyValueStore& store,
                                                  std::string& why) {
-  RmaRecord record;
-  record.rank = static_cast<uint32_t>(setup.rank), record.size = static_cast<uint32_t>(setup.size);
-  record.reason = as_printable(setup.refused);
-  record.type = settings_of(setup.sums);
-  std::unique_ptr<BetweenStage> stage;
-  const int rank = setup.rank, size = setup.size;
-  const auto timeout = setup.timeout;
-  const std::string prefix = setup.prefix;
+  const Meeting meeting{setup.rank, setup.size, setup.timeout, setup.prefix};
   const SumOrder sums = setup.sums;
+  RmaRecord record;
+  record.reason = as_printable(setup.refused);
+  record.type = settings_of(sums);
+  std::unique_ptr<BetweenStage> stage;
   if (setup.refused.empty()) {
     try {
       stage.reset(new BetweenStage(std::move(setup), plan));
-      const rdma::GpuWindow::Remote own = stage->window_->own();
-      record.address = own.address, record.keys = own.keys, record.elements = stage->window_->bytes();
     } catch (const Error& error) {
       record.reason = as_printable(error.message());
-      stage.reset();
     }
   }
-  const auto records = store_all_gather(store, prefix, rank, size, record.encode(), timeout);
-  std::vector<rdma::GpuWindow::Remote> remotes(plan.nodes());
-  for (int peer = 0; peer < size; ++peer) {
-    RmaRecord found;
-    try {
-      found = RmaRecord::decode(records[peer]);
-      if (static_cast<int>(found.rank) != peer || static_cast<int>(found.size) != size)
-        throw Error(ErrorKind::mismatch, "it is of rank " + std::to_string(found.rank));
-      if (stage && found.reason.empty() && found.elements != stage->window_->bytes())
-        throw Error(ErrorKind::mismatch, "its memory has " + std::to_string(found.elements) + " bytes, not " +
-                                             std::to_string(stage->window_->bytes()));
-    } catch (const Error& error) {
-      throw Error(
-          ErrorKind::mismatch,
-          "record of rank " + std::to_string(peer) + " for the GPU stage between nodes rejected: " + error.message(),
-          ErrorContext{rank, peer, "init", 0, "Run the same ark_torch on all ranks."});
-    }
-    if (found.type != record.type) refuse_settings(rank, sums, peer);
-    if (!found.reason.empty() && why.empty()) why = "rank " + std::to_string(peer) + ": " + found.reason;
-    if (plan.local_of(peer) == plan.local()) remotes[plan.node_of(peer)] = {found.address, found.keys};
-  }
+  const auto compare = [&](int peer, const RmaRecord& found) {
+    if (found.type != record.type) refuse_settings(meeting.rank, sums, peer);
+  };
+  auto remotes = meet(meeting, plan, store, record, stage ? stage->window_.get() : nullptr, compare, why);
   if (!why.empty()) return nullptr;
   stage->window_->connect(std::move(remotes));
   return stage;
+}
+
+std::unique_ptr<GpuWindow> BetweenStage::region_window(const GpuWindow::Shape& shape, uint64_t fingerprint,
+                                                       const std::exception_ptr& failed, std::string& why) {
+  const uint32_t region = regions_++;
+  const Meeting meeting{setup_.rank, setup_.size, setup_.timeout, setup_.prefix + "/region/" + std::to_string(region)};
+  RmaRecord record;
+  record.reason = as_printable(why);
+  record.type = static_cast<uint32_t>(fingerprint), record.window = static_cast<uint32_t>(fingerprint >> 32);
+  std::unique_ptr<GpuWindow> window;
+  try {
+    if (failed) std::rethrow_exception(failed);
+    if (why.empty()) window = make_window(shape, kRegionWindows + region * kWindowsOfRegion);
+  } catch (const Error& error) {
+    record.reason = as_printable(error.message());
+    record.item = failed ? kFailed : 1;
+  }
+  const auto compare = [&](int peer, const RmaRecord& found) {
+    if (found.item == kFailed && !failed)
+      throw Error(ErrorKind::mismatch, "rank " + std::to_string(peer) + ": " + found.reason,
+                  ErrorContext{meeting.rank, peer, "", 0, "See that rank's error."});
+    if (found.type != record.type || found.window != record.window)
+      throw Error(ErrorKind::mismatch,
+                  "rank " + std::to_string(peer) + " compiled a region with other collectives, or other nodes",
+                  ErrorContext{meeting.rank, peer, "", 0, "Run the same model, on the same sizes, on every rank."});
+  };
+  why.clear();
+  auto remotes = meet(meeting, plan_, *setup_.store, record, window.get(), compare, why);
+  if (failed) std::rethrow_exception(failed);
+  if (!why.empty()) return nullptr;
+  window->connect(std::move(remotes));
+  return window;
 }
 
 void BetweenStage::move(const Operation& operation, const Blocks& blocks) {

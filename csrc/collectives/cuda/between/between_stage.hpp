@@ -4,6 +4,7 @@
 // same order on all ranks that exchange, and may be captured.
 #pragma once
 
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -38,8 +39,11 @@ class BetweenStage {
     std::optional<rdma::GpuWindow::Shape> shape;  // alike on all ranks; empty: by the number of nodes
     std::optional<rdma::GpuPath> path;            // empty: what the driver and the NIC offer
     size_t scratch_bytes = 32 << 20;              // alike on all ranks
+    std::shared_ptr<KeyValueStore> store;         // of region_window(); may be null if that is not called
   };
-  static constexpr int32_t kWindows = 1 << 20;  // number of the first window of Messages that the stage uses
+  // Numbers of the windows of Messages that the stage uses: its first, and the first of regions, of which each has
+  // some.
+  static constexpr int32_t kWindows = 1 << 20, kRegionWindows = kWindows + (1 << 10), kWindowsOfRegion = 1 << 8;
 
   // Collective over the group's ranks. Returns null on all ranks, and sets `why`, if one refuses. Throws
   // Error(mismatch) if ranks have different settings.
@@ -73,6 +77,13 @@ class BetweenStage {
   std::byte* factor(int node, int place) const;
   void set_factor(const Operation& operation) const;
 
+  // A window for kernels of a compiled region, whose tasks use it as cuda/loop/between.cuh says. Collective, not during
+  // capture. `why`: of this rank, why it has none; empty: it may. Returns null on all ranks, and sets `why`, if one has
+  // none. Throws Error(mismatch) on all ranks if their fingerprints differ. `failed`: what has ended the meeting on
+  // this rank, which throws it when all others know.
+  std::unique_ptr<rdma::GpuWindow> region_window(const rdma::GpuWindow::Shape& shape, uint64_t fingerprint,
+                                                 const std::exception_ptr& failed, std::string& why);
+
   // Memory of the device between the stages of an operation; larger tensors go in slices.
   std::byte* scratch() const { return reinterpret_cast<std::byte*>(scratch_.data()); }
   size_t scratch_bytes() const { return setup_.scratch_bytes - kFactors; }
@@ -89,11 +100,13 @@ class BetweenStage {
   BetweenStage(Setup setup, const NodePlan& plan);
   void launch(const Operation& operation, const Blocks& blocks, device::BetweenForm form, bool average);
   void set_parts(const Operation& operation, const Parts& parts, device::BetweenParams& params) const;
+  std::unique_ptr<rdma::GpuWindow> make_window(const rdma::GpuWindow::Shape& shape, int32_t number) const;
 
   const Setup setup_;
   const NodePlan plan_;
   const DeviceMemory scratch_;
-  std::unique_ptr<rdma::GpuWindow> window_;
+  const std::unique_ptr<rdma::GpuWindow> window_;
+  uint32_t regions_ = 0;  // calls of region_window()
 };
 
 }  // namespace ark

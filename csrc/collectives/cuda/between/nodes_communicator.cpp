@@ -186,4 +186,32 @@ void NodesCommunicator::barrier(const Operation& operation) {
   if (!lone()) node_->barrier(inner);
 }
 
+std::unique_ptr<NodesCommunicator::Shared> NodesCommunicator::share(uint64_t bytes, uint64_t fingerprint,
+                                                                    const rdma::GpuWindow::Shape& shape,
+                                                                    std::string& why) {
+  CudaCommunicator* const node = on_node();
+  auto shared = std::make_unique<Shared>();
+  std::exception_ptr failed;
+  try {
+    if (node == nullptr)
+      why = "its node has no GPUs";
+    else
+      shared->here = node->share(bytes, fingerprint, why);
+    // A launch of a region that is gone may still run.
+    const bool unused = std::ranges::any_of(regions_, [](const RegionWindow& one) { return one.used.expired(); });
+    if (unused && node != nullptr && node->settle())
+      std::erase_if(regions_, [](const RegionWindow& one) { return one.used.expired(); });
+  } catch (const Error&) {
+    failed = std::current_exception();
+  }
+  auto window = stage_->region_window(shape, fingerprint, failed, why);
+  if (!window) return nullptr;
+  shared->window = window->kernels_view();
+  shared->names = plan_.own();
+  shared->outside = window->setup().ranks;
+  shared->keep = std::make_shared<std::shared_ptr<void>>(shared->here->keep);
+  regions_.push_back({shared->keep, std::move(window)});
+  return shared;
+}
+
 }  // namespace ark

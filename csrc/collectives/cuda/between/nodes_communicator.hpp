@@ -13,12 +13,13 @@
 #include <vector>
 
 #include "collectives/cuda/between/between_stage.hpp"
+#include "collectives/cuda/cuda_communicator.hpp"
 
 namespace ark {
 
 class NodesCommunicator final : public Communicator {
  public:
-  // node: of this node's ranks, by their places; not used where each node has one rank.
+  // node: of this node's ranks, by their places; where each node has one rank only share() uses it.
   NodesCommunicator(int rank, int size, NodePlan plan, std::shared_ptr<Communicator> node,
                     std::unique_ptr<BetweenStage> stage);
 
@@ -36,6 +37,22 @@ class NodesCommunicator final : public Communicator {
   void barrier(const Operation&) override;
 
   BetweenStage& stage() { return *stage_; }
+  int place() const { return plan_.local(); }  // of this rank in its node
+  // Throws the error that ended the group, if any.
+  void check(const OperationContext& context) {
+    if (CudaCommunicator* const node = on_node()) node->check(context);
+  }
+
+  // As CudaCommunicator::share(), with a window between nodes. Its kernels' work is over when `keep` is let go; the
+  // window lives until the next call after that, or as long as this object.
+  struct Shared {
+    std::unique_ptr<CudaCommunicator::Shared> here;  // of the node's ranks
+    device::BetweenWindow window;
+    std::vector<int> names, outside;  // ranks in the group: of this node by place, of this rail by node
+    std::shared_ptr<void> keep;       // of all
+  };
+  std::unique_ptr<Shared> share(uint64_t bytes, uint64_t fingerprint, const rdma::GpuWindow::Shape& shape,
+                                std::string& why);
 
  private:
   using Blocks = BetweenStage::Blocks;
@@ -44,13 +61,13 @@ class NodesCommunicator final : public Communicator {
   static size_t unit_of(size_t element) { return std::max<size_t>(1, kUnit / element); }
   static const std::byte* at(const void* data, size_t bytes) { return static_cast<const std::byte*>(data) + bytes; }
   static std::byte* at(void* data, size_t bytes) { return static_cast<std::byte*>(data) + bytes; }
+  CudaCommunicator* on_node() const { return dynamic_cast<CudaCommunicator*>(node_.get()); }
   // The operation as its node's ranks see it.
   static Operation in_node(const Operation& operation, int root = -1);
 
   // A place in the group: member(node, place).
   int member(int node, int place) const { return plan_.members(node)[place]; }
   int here() const { return plan_.node(); }
-  int place() const { return plan_.local(); }
   int nodes() const { return plan_.nodes(); }
   int places() const { return static_cast<int>(plan_.own().size()); }
   bool lone() const { return places() == 1; }
@@ -81,6 +98,11 @@ class NodesCommunicator final : public Communicator {
   const NodePlan plan_;
   const std::shared_ptr<Communicator> node_;
   const std::unique_ptr<BetweenStage> stage_;
+  struct RegionWindow {
+    std::weak_ptr<void> used;
+    std::unique_ptr<rdma::GpuWindow> window;
+  };
+  std::vector<RegionWindow> regions_;
 };
 
 }  // namespace ark

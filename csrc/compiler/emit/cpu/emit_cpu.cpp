@@ -9,6 +9,7 @@
 
 #include "compiler/emit/common/emit_functions.hpp"
 #include "compiler/emit/common/emit_tables.hpp"
+#include "compiler/graph/stage_queries.hpp"
 #include "util/error.hpp"
 
 namespace ark::compiler {
@@ -50,6 +51,7 @@ class CpuEmitter {
                                      [](const MatmulStage& product) { return product.codes.bits != 0; });
         }))
       text += "#include \"cpu/dequant.hpp\"\n";
+    if (any(multiplies_float8)) text += "#include \"cpu/scaled.hpp\"\n";
     if (any([](const Stage& one) { return std::holds_alternative<ExpertsStage>(one.body); }))
       text += "#include \"cpu/experts.hpp\"\n";
     if (any([](const Stage& one) {

@@ -66,7 +66,7 @@ const char* conversion_to(const char* lanes) {
 }  // namespace
 
 const char* lanes_of(ScalarType type) {
-  return is_floating(type) ? "Floats" : type == ScalarType::boolean ? "Mask" : "Ints";
+  return is_floating(type) || type == ScalarType::e4m3 ? "Floats" : type == ScalarType::boolean ? "Mask" : "Ints";
 }
 
 void RowExpressions::check(const Instruction& one) const {

@@ -7,6 +7,7 @@
 
 #include "compiler/emit/cpu/emit_cpu_loops.hpp"
 #include "compiler/emit/cpu/emit_cpu_ops.hpp"
+#include "compiler/schedule/matmul_tile.hpp"
 
 namespace ark::compiler {
 
@@ -105,8 +106,10 @@ void define_finish(FunctionWriter& to, const MatmulStage& matmul) {
 void emit(FunctionWriter& to, const MatmulStage& matmul) {
   if (matmul.codes.bits != 0) return emit_dequant_matmul(to, matmul);
   const Value &a = to.value(matmul.a), &b = to.value(matmul.b), &out = to.value(matmul.out);
+  const bool scaled = matmul.scale_a >= 0;
   for (const int one : {matmul.a, matmul.b, matmul.out})
-    if (!is_floating(to.value(one).type)) to.refuse("it multiplies matrices of {}", name_of(to.value(one).type));
+    if (!is_floating(to.value(one).type) && !scaled)
+      to.refuse("it multiplies matrices of {}", name_of(to.value(one).type));
   const Shape batch = slice(out.shape, 0, out.shape.size() - 2);
   const auto a_batch = broadcast_strides(a, 2, batch), b_batch = broadcast_strides(b, 2, batch),
              out_batch = broadcast_strides(out, 2, batch);
@@ -135,6 +138,12 @@ void emit(FunctionWriter& to, const MatmulStage& matmul) {
     bias_at = place(matmul.bias, false, bias_batch);
   }
   to.line("constexpr Product s{};", product_shape(to, matmul));
+  if (scaled) {
+    const Value &rows = to.value(matmul.scale_a), &columns = to.value(matmul.scale_b);
+    to.line("const auto scales = scaled_by<{}, {}>({}, {}, {});", stride_from_end(rows, 2), stride_from_end(columns, 1),
+            to.pointer(matmul.scale_a, false), to.pointer(matmul.scale_b, false), bias_at);
+    bias_at = "&scales";
+  }
   if (!matmul.finish.empty()) {
     if (!to.cuda()) to.refuse("a product that is finished as it is made");
     define_finish(to, matmul);
@@ -147,21 +156,28 @@ void emit(FunctionWriter& to, const MatmulStage& matmul) {
     std::string tile;
     if (matmul.tile_columns > 0) {
       tile = formatted(", {}, {}", matmul.tile_rows, matmul.tile_columns);
-      if (size_of(a.type) == 2 && std::ranges::count(aligned_operands(to, matmul), "false") == 0)
+      if (size_of(a.type) <= 2 && std::ranges::count(aligned_operands(to, matmul), "false") == 0)
         to.multiply_by_groups();
     }
-    to.line("product<{}, s{}>({});", matmul.m, tile, operands);
+    if (scaled)
+      to.line("scaled_product<{}, s{}, {}>({});", matmul.m, tile, matmul.fast_accum, operands);
+    else
+      to.line("product<{}, s{}>({});", matmul.m, tile, operands);
   } else {
-    // kRowBlock of matmul.hpp is at most 48 rows.
-    const int64_t scratch = to.scratch(std::min<int64_t>(matmul.m, 48) * ((matmul.k + 15) / 16 * 16) * 4);
-    to.line("product<{}>(s, {}, {});", matmul.m, operands, to.scratch_at(scratch));
+    // kRowBlock of matmul.hpp is at most 48 rows; packed in pairs of vectors by scaled.hpp.
+    const int64_t vectors = scaled ? 32 : 16;
+    const int64_t scratch = to.scratch(std::min<int64_t>(matmul.m, 48) * wholes(matmul.k, vectors) * vectors * 4);
+    if (scaled)
+      to.line("scaled_product<{}, s>({}, {});", matmul.m, operands, to.scratch_at(scratch));
+    else
+      to.line("product<{}>(s, {}, {});", matmul.m, operands, to.scratch_at(scratch));
   }
   nest.close();
 }
 
 namespace {
 
-// After the operands come the place of the packets and the collective's number.
+// After the operands come the place of the packets and the collective's number; over several nodes its lane, too.
 void emit_exchange(FunctionWriter& to, const CollectiveStage& collective, const std::string& input,
                    const std::string& output) {
   if (collective.ranks == 0) to.refuse("the size of its group is not known");
@@ -179,6 +195,12 @@ void emit_exchange(FunctionWriter& to, const CollectiveStage& collective, const 
   }
   const std::string bytes = size == 1 ? "" : formatted(" * {}", size);
   const size_t operands = to.operands().size();
+  if (collective.nodes > 1)
+    return to.line(
+        "all_reduce_between<ark::device::DType::{0}, ark::device::ReduceOp::{1}, {2}>(context, {3}, {4}, p[{5}], "
+        "p[{6}], p[{7}], {8}, {9}, {10}, begin{11}, end{11});",
+        type, node.text("reduce_op"), collective.ranks, input, output, operands, operands + 1, operands + 2,
+        collective.half, collective.chunk, to.stage().extent * size, bytes);
   to.line(
       "exchange<Exchange::{0}, ark::device::DType::{1}, ark::device::ReduceOp::{2}, {3}>(context, {4}, {5}, p[{6}], "
       "p[{7}], {8}, {9}, begin{10}, end{10});",

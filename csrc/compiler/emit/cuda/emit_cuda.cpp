@@ -92,6 +92,12 @@ class CudaEmitter {
     include("dequant", [](const Stage& one) {
       return std::ranges::any_of(matmuls_of(one), [](const MatmulStage& product) { return product.codes.bits != 0; });
     });
+    include("scaled", multiplies_float8);
+    include("dequant_tiles", [](const Stage& one) {
+      return std::ranges::any_of(matmuls_of(one), [](const MatmulStage& product) {
+        return product.codes.bits != 0 && product.tile_columns > 0;
+      });
+    });
     include("products", [](const Stage& one) { return std::holds_alternative<ProductsStage>(one.body); });
     include("attention", [](const Stage& one) { return attention_of(one) != nullptr; });
     include("gather", [](const Stage& one) {
@@ -102,6 +108,10 @@ class CudaEmitter {
     include("scan", [](const Stage& one) { return std::holds_alternative<ScanStage>(one.body); });
     include("bag", [](const Stage& one) { return std::holds_alternative<BagStage>(one.body); });
     include("collective", [](const Stage& one) { return std::holds_alternative<CollectiveStage>(one.body); });
+    include("between", [](const Stage& one) {
+      const auto* const body = std::get_if<CollectiveStage>(&one.body);
+      return body != nullptr && body->nodes > 1;
+    });
     include("experts", [](const Stage& one) { return std::holds_alternative<ExpertsStage>(one.body); });
     return text;
   }
@@ -135,6 +145,7 @@ class CudaEmitter {
         append(out, "{{Operand::packets, 0, 0, {}}}, {{Operand::packets, 0, 0, {}}}, ", collective->place,
                collective->number);
         count += 2;
+        if (collective->nodes > 1) append(out, "{{Operand::packets, 0, 0, {}}}, ", collective->lane), ++count;
       }
       append(out, " // {}: stage {}, {}\n", first.back(), units[i].stage, in_comment(stage.name));
     }

@@ -10,9 +10,14 @@ void emit(FunctionWriter& to, const ProductsStage& stage) {
   if (!to.cuda()) to.refuse("products that share their rows");
   const MatmulStage& first = stage.products.at(0);
   if (first.codes.bits != 0) {
-    std::string call = formatted("dequant_products<{}>({}", first.m, to.pointer_later(first.a, false));
+    const bool tiles = first.tile_columns > 0;
+    const std::string sizes =
+        tiles ? formatted("{}, {}, {}", first.m, first.tile_rows, first.tile_columns) : formatted("{}", first.m);
+    std::string call =
+        formatted("dequant_{}<{}>({}", tiles ? "tiles" : "products", sizes, to.pointer_later(first.a, false));
     for (size_t i = 0; i < stage.products.size(); ++i)
       append(call, ",\n           {}", dequant_share(to, stage.products[i], i));
+    if (tiles) to.multiply_by_groups();
     return to.line(call + ");");
   }
   std::string call = formatted("products<{}>({}", first.m, to.pointer_later(first.a, false));

@@ -87,18 +87,13 @@ TEST(CudaDispatch, SumsInOtherOrdersMustBeAskedFor) {
 
 TEST(CudaDispatch, NcclHasWhatItWasMeasuredToBeFasterAt) {
   constexpr uint64_t kNever = CudaDispatch::kNever, kMB = 1 << 20;
-  const CudaDispatch two = choose_dispatch({}, 2, "NVIDIA H200");
-  EXPECT_TRUE(two.nccl_of_model);
-  EXPECT_EQ(two.nccl_all_gather_from, 16 * kMB);
-  EXPECT_EQ(two.nccl_all_gather_to, 24 * kMB - 1) << "copy engines gain from here on, beside computation";
-  EXPECT_EQ(two.nccl_all_to_all_from, 128 * kMB);
-  EXPECT_EQ(two.nccl_broadcast_from, 128 * kMB);
-  EXPECT_EQ(two.nccl_all_reduce_from, kNever);
-  EXPECT_EQ(two.one_shot_to, CudaDispatch::measured(2).one_shot_to);
   const CudaDispatch four = choose_dispatch({}, 4, "NVIDIA H200");
-  EXPECT_EQ(four.nccl_all_to_all_from, 64 * kMB);
-  EXPECT_EQ(four.nccl_reduce_scatter_from, 16 * kMB);
+  EXPECT_TRUE(four.nccl_of_model);
+  EXPECT_EQ(four.nccl_all_reduce_from, 64 * kMB);
+  EXPECT_EQ(four.nccl_reduce_scatter_from, 64 * kMB);
+  EXPECT_EQ(four.nccl_reduce_scatter_to, kNever);
   EXPECT_EQ(four.nccl_all_gather_from, kNever);
+  EXPECT_EQ(four.one_shot_to, CudaDispatch::measured(4).one_shot_to);
   // Nothing that was not measured: other models, other numbers of ranks, and what a table leaves out.
   const auto has_any = [](const CudaDispatch& dispatch) {
     bool any = dispatch.nccl_of_model;
@@ -107,7 +102,7 @@ TEST(CudaDispatch, NcclHasWhatItWasMeasuredToBeFasterAt) {
   };
   for (const char* model : {"", "NVIDIA H200 NVL", "NVIDIA B200", "H200"})
     for (const int ranks : {2, 4}) EXPECT_FALSE(has_any(choose_dispatch({}, ranks, model))) << model;
-  for (const int ranks : {1, 3, 5, 8}) EXPECT_FALSE(has_any(choose_dispatch({}, ranks, "NVIDIA H200"))) << ranks;
+  for (const int ranks : {1, 2, 3, 5, 8}) EXPECT_FALSE(has_any(choose_dispatch({}, ranks, "NVIDIA H200"))) << ranks;
   EXPECT_FALSE(has_any(choose_dispatch({{4, CudaDispatch::measured(4, {})}}, 4, "NVIDIA H200")));
 }
 
@@ -118,12 +113,11 @@ TEST(CudaDispatch, RankZerosModelCounts) {
   limits.model = "NVIDIA H200";
   const CudaDispatch exact = agree_on_dispatch(store, 0, 4, {}, limits, [] {});
   EXPECT_EQ(exact.nccl_reduce_scatter_from, CudaDispatch::kNever) << "NCCL adds in another order";
-  EXPECT_EQ(exact.nccl_all_to_all_from, uint64_t{64} << 20);
   limits.key = "fast", limits.fast = true;
   agree_on_dispatch(store, 0, 4, {}, limits, [] {});
   limits.model = "", limits.fast = false;
   const CudaDispatch told = agree_on_dispatch(store, 1, 4, {}, limits, [] {});
-  EXPECT_EQ(told.nccl_reduce_scatter_from, uint64_t{16} << 20);
+  EXPECT_EQ(told.nccl_reduce_scatter_from, uint64_t{64} << 20);
   EXPECT_TRUE(told.nccl_of_model);
 }
 
@@ -157,10 +151,10 @@ TEST(CudaDispatch, ThroughTheHost) {
   three.any_order = true;
   EXPECT_EQ(three.through_host(3, true).nccl_reduce_scatter_to, two.nccl_reduce_scatter_to);
   // What was measured over peers' memory does not count.
-  const CudaDispatch peers = choose_dispatch({}, 2, "NVIDIA H200");
-  EXPECT_EQ(peers.through_host(2, false).nccl_broadcast_from, kNever);
-  EXPECT_EQ(peers.through_host(2, true).nccl_all_gather_to, two.nccl_all_gather_to);
-  EXPECT_EQ(peers.through_host(2, true).nccl_all_to_all_from, two.nccl_all_to_all_from);
+  CudaDispatch peers = choose_dispatch({}, 4, "NVIDIA H200");
+  peers.any_order = true;
+  EXPECT_EQ(peers.through_host(4, false).nccl_all_reduce_from, kNever);
+  EXPECT_EQ(peers.through_host(4, true).nccl_all_reduce_to, two.nccl_all_reduce_to);
   // A user's own table is kept.
   three.nccl_broadcast_from = 5, three.nccl_reduce_to = 7;
   const CudaDispatch own = three.through_host(3, true);

@@ -185,6 +185,112 @@ TEST(SpreadCollectivesTest, RanksCompareWhatTheyExchange) {
   }
 }
 
+Attributes over_nodes(int64_t ranks, int64_t nodes, const std::string& reduce_op = "sum") {
+  Attributes attributes = of_ranks(ranks, reduce_op);
+  attributes["nodes"] = nodes;
+  return attributes;
+}
+
+// So many sums, one after the other.
+Plan sums_over_nodes(int count, int64_t elements, const Attributes& attributes, ScalarType type = ScalarType::bf16) {
+  GraphBuilder make;
+  int x = make.input({elements}, type);
+  for (int i = 0; i < count; ++i)
+    x = make.pointwise("neg", {make.into(make.temporary({elements}, type), "all_reduce", {x}, attributes)}, type);
+  make.copy_out(x);
+  return on_gpu(make.graph);
+}
+
+// Both ends of a message find it by the graph alone: a tile is whole chunks, and each chunk in flight has a lane.
+TEST(SpreadCollectivesTest, OverNodesTilesAreMessages) {
+  constexpr int64_t kChunk = 8192;  // elements of bfloat16 in 16 KB
+  for (const int64_t elements : {int64_t{5}, kChunk, 4 * kChunk + 1, 32 * kChunk}) {
+    for (const int count : {1, 3, 70}) {
+      const int64_t chunks = (elements + kChunk - 1) / kChunk;
+      const Plan plan = sums_over_nodes(count, elements, over_nodes(6, 2));
+      validate(plan);
+      std::vector<const CollectiveStage*> all;
+      for (size_t stage = 0; stage < plan.stages.size(); ++stage) {
+        if (!is_spread(plan.stages[stage])) continue;
+        all.push_back(&std::get<CollectiveStage>(plan.stages[stage].body));
+        EXPECT_EQ(all.back()->ranks, 3);
+        EXPECT_EQ(all.back()->nodes, 2);
+        const std::vector<int> tiles = tiles_of(plan, static_cast<int>(stage));
+        EXPECT_LE(tiles.size(), static_cast<size_t>(chunks));
+        for (const int tile : tiles) EXPECT_EQ(plan.tasks[tile].begin % kChunk, 0);
+      }
+      ASSERT_EQ(all.size(), static_cast<size_t>(count));
+      const Exchanges found = exchanges_of(plan.graph, plan.stages);
+      EXPECT_EQ(found.ranks, 6);
+      EXPECT_EQ(found.nodes, 2);
+      EXPECT_LE(found.lanes, 64);
+      EXPECT_EQ(found.message_bytes, 2 * 16384);  // in float32
+      std::set<int> lanes;
+      for (const CollectiveStage* const one : all) {
+        EXPECT_EQ(one->lane % chunks, 0);
+        EXPECT_LE(one->lane + chunks, found.lanes);
+        lanes.insert(one->lane);
+      }
+      const auto distinct = static_cast<int64_t>(lanes.size());
+      EXPECT_TRUE(distinct == count || (distinct >= 2 && distinct % 2 == 0)) << distinct;
+      // The second of two that have a lane comes after all tiles of the first.
+      for (size_t i = 0; i + distinct < all.size(); ++i) EXPECT_EQ(all[i]->lane, all[i + distinct]->lane);
+    }
+  }
+  EXPECT_EQ(
+      exchanges_of(sums_over_nodes(1, 100, over_nodes(2, 2)).graph, sums_over_nodes(1, 100, over_nodes(2, 2)).stages)
+          .message_bytes,
+      16384)
+      << "a node's only rank sends its input";
+}
+
+TEST(SpreadCollectivesTest, OverNodesRanksCompareTheNodes) {
+  const auto of = [](int64_t ranks, int64_t nodes) {
+    const Plan plan = sums_over_nodes(2, 100, over_nodes(ranks, nodes));
+    return exchanges_of(plan.graph, plan.stages).fingerprint;
+  };
+  EXPECT_EQ(of(4, 2), of(4, 2));
+  EXPECT_NE(of(4, 2), of(4, 1));
+  EXPECT_NE(of(4, 2), of(4, 4));
+  EXPECT_NE(of(4, 2), of(6, 3)) << "two places each";
+}
+
+// A product's parts are not pushed to readers, who would find those of their own node alone.
+TEST(SpreadCollectivesTest, OverNodesSumsStayTasks) {
+  GraphBuilder make;
+  const int x = make.input({1, 2048});
+  const int product = make.matmul(x, make.transpose(make.parameter({2048, 2048})));
+  const int sum = make.into(make.temporary({1, 2048}), "all_reduce", {product}, over_nodes(4, 2));
+  make.copy_out(make.pointwise("add", {sum, x}));
+  const Plan plan = on_gpu(make.graph);
+  EXPECT_EQ(std::ranges::count_if(plan.stages, is_spread), 1);
+  const std::string text = emit_cuda(plan).text;
+  EXPECT_NE(text.find("all_reduce_between<ark::device::DType::f32, ark::device::ReduceOp::sum, 2>(context, p0, p1, "
+                      "p[2], p[3], p[4], 32768, 16384, 8192, begin * 4, end * 4);"),
+            std::string::npos)
+      << text;
+}
+
+TEST(SpreadCollectivesTest, WhatNodesDoNotExchangeIsRefused) {
+  const auto told = [](const std::string& op, const std::string& reduce_op, ScalarType type, int64_t elements,
+                       int nodes = 2, int places = 2) {
+    const std::string why = why_not_over_nodes(op, reduce_op, type, elements * size_of(type), nodes, places);
+    if (op == "all_reduce") {
+      const std::string thrown =
+          refused([&] { sums_over_nodes(1, elements, over_nodes(nodes * places, nodes, reduce_op), type); });
+      EXPECT_EQ(thrown.empty(), why.empty()) << thrown;
+      EXPECT_NE(thrown.find(why), std::string::npos) << thrown;
+    }
+    return why;
+  };
+  EXPECT_EQ(told("all_reduce", "avg", ScalarType::f16, 1 << 18), "");
+  EXPECT_NE(told("all_reduce", "sum", ScalarType::f16, (1 << 18) + 1).find("up to 512 KB"), std::string::npos);
+  EXPECT_NE(told("all_reduce", "max", ScalarType::f32, 8).find("not max"), std::string::npos);
+  EXPECT_NE(told("all_reduce", "sum", ScalarType::i32, 8).find("not int32"), std::string::npos);
+  EXPECT_NE(told("all_reduce", "sum", ScalarType::f32, 8, 17, 1).find("16 nodes"), std::string::npos);
+  EXPECT_NE(told("all_gather", "", ScalarType::f32, 8).find("not all_gather"), std::string::npos);
+}
+
 TEST(SpreadCollectivesTest, WhatCannotBeExchangedIsRefused) {
   const auto one = [](const std::string& op, const Attributes& attributes, ScalarType type, int64_t out = 8) {
     return refused([&] {

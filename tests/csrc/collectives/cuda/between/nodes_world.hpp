@@ -79,6 +79,7 @@ class World {
     setup.status = &rank.status;
     setup.scratch_bytes = 128 << 10;
     setup.prefix = "stage", setup.timeout = std::chrono::seconds(20);
+    setup.store = std::make_shared<StoreOf>(group_.store);
     setup.shape = GpuWindow::Shape{.lanes = 3, .slots = 4, .chunk_bytes = 8 << 10};
     setup.fail = [&](const Error& error) {
       const std::lock_guard lock(mutex);
