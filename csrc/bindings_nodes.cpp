@@ -40,6 +40,8 @@ py::dict described(const std::vector<int>& node_of, int rank) {
   py::dict made;
   made["members"] = members;
   made["stand_ins"] = stand_ins;
+  made["others"] = plan.others();
+  made["foreign"] = plan.foreign();
   made["peers"] = plan.peers();
   made["targets"] = plan.targets();
   made["rails"] = plan.rails();

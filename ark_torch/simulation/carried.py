@@ -36,6 +36,8 @@ class Plan:
     local: int
     members: list[list[int]]
     stand_ins: list[int]  # by node: the rank that this one exchanges with there
+    others: list[int]  # the other nodes, in the order in which this one sends to them
+    foreign: list[int]  # their ranks, in that order
     peers: list[int]
     targets: list[int]  # ranks of other nodes that this one stands for
     rails: int
@@ -44,11 +46,6 @@ class Plan:
     @property
     def own(self) -> list[int]:
         return self.members[self.node]
-
-    @property
-    def elsewhere(self) -> list[int]:
-        """The nodes but this one."""
-        return [node for node in range(len(self.members)) if node != self.node]
 
 
 def plan_of(node_of: tuple[int, ...], rank: int) -> Plan:
@@ -128,7 +125,7 @@ class _Carried:
         yield from call.publish(rank, "in", self.size if len(own) > 1 else 0)
         yield call.read(others_of(own, rank), "in")
         yield call.copy(rank, self.size * len(own))
-        sources = [plan.stand_ins[node] for node in plan.elsewhere]
+        sources = [plan.stand_ins[node] for node in plan.others]
         if first:
             yield from self.meet(plan, plan.peers)
             yield self.hear(plan, plan.peers)
@@ -145,7 +142,7 @@ class _Carried:
         lag, chunks = sizes()["sum_lag"], self.pieces
         others, lone = others_of(own, rank), len(own) == 1
         on_rail = plan.local < plan.rails
-        peers = [plan.members[node][plan.local] for node in plan.elsewhere] if on_rail else []
+        peers = [plan.members[node][plan.local] for node in plan.others] if on_rail else []
         share = 1 if nodes == 2 else nodes  # with two nodes each takes the whole part
         yield from self.meet(plan, peers)
         for t in range(chunks + 2 + 2 * lag):
@@ -190,7 +187,7 @@ class _Carried:
         call, rank, own, nodes = self.call, plan.rank, plan.own, len(plan.members)
         first, lag = self.way == "first", sizes()["sum_lag"]
         lone, blocks = len(own) == 1, len(plan.targets) + 1
-        sources = [plan.stand_ins[node] for node in plan.elsewhere]
+        sources = [plan.stand_ins[node] for node in plan.others]
         if not first:
             yield from self.meet(plan, plan.peers)
         for t in range(self.pieces + 1 + lag):
@@ -235,7 +232,7 @@ class _Carried:
         yield call.copy(rank, self.size)
         yield self.hear(plan, plan.peers)
         for k in range(self.pieces):
-            for node in plan.elsewhere:
+            for node in plan.others:
                 yield from call.send(rank, plan.stand_ins[node], ("piece", k), self.length(k))
         if len(own) == 1:
             yield call.all_of([call.arrival(peer, rank, ("piece", k)) for peer in plan.targets
@@ -261,7 +258,7 @@ class _Carried:
         call, rank, own = self.call, plan.rank, plan.own
         first, root = self.way == "first", self.plans[0]
         source = root.stand_ins[plan.node]  # who publishes in this node
-        partners = [root.stand_ins[node] for node in root.elsewhere] if rank == 0 else []
+        partners = [root.stand_ins[node] for node in root.others] if rank == 0 else []
         if rank == source != 0:
             partners = [0]
         if not first or rank == 0:
@@ -301,9 +298,7 @@ class _Carried:
 
     def exchange_blocks(self, plan: Plan) -> Process:
         """all_to_all: first messages to every rank of other nodes, with the block if it fits, else followed by it."""
-        call, rank = self.call, plan.rank
-        n = self.ranks
-        others = [(rank + step) % n for step in range(1, n) if (rank + step) % n not in plan.own]
+        call, rank, others = self.call, plan.rank, plan.foreign
         yield from self.meet(plan, others)
         for peer in others:
             yield call.arrival(peer, rank, "first")
@@ -320,13 +315,12 @@ class _Carried:
         """all_to_all of nodes with several ranks: small blocks for a node in one message, which spreads them there."""
         call, rank, own = self.call, plan.rank, plan.own
         small = self.size <= plan.parcel_limit
-        heads = {node: 2 * 8 * len(plan.members[node]) for node in plan.elsewhere}
+        heads = {node: 2 * 8 * len(plan.members[node]) for node in plan.others}
 
         def apart(ranks: int) -> bool:
             return small and self.size * ranks > sizes()["first_room"] - 2 * 8 * ranks
 
-        foreign = [other for other, node in enumerate(call.world.node_of) if node != plan.node]
-        for node in plan.elsewhere:
+        for node in plan.others:
             peer, parcel = plan.stand_ins[node], self.size * len(plan.members[node]) if small else 0
             yield call.copy(rank, heads[node] + parcel)
             yield from call.send(rank, peer, "first", self.first)
@@ -335,15 +329,15 @@ class _Carried:
         yield self.hear(plan, plan.targets)
         yield from call.publish(rank, "heads", self.first * len(plan.targets))
         yield call.read(others_of(own, rank), "heads")
-        yield call.copy(rank, self.first * len(foreign))
+        yield call.copy(rank, self.first * len(plan.foreign))
         if not small:
-            for peer in foreign:
+            for peer in plan.foreign:
                 yield from call.send(rank, peer, "block", self.size)
         yield from self.exchange_in_node(plan)
         if apart(len(own)):
             yield self.hear(plan, plan.targets, "parcel")
             yield from call.publish(rank, "parcels", self.size * len(own) * len(plan.targets))
             yield call.read(others_of(own, rank), "parcels")
-            yield call.copy(rank, self.size * len(foreign))
+            yield call.copy(rank, self.size * len(plan.foreign))
         if not small:
-            yield self.hear(plan, foreign, "block")
+            yield self.hear(plan, plan.foreign, "block")

@@ -3,7 +3,7 @@
 If all nodes do the same, one stands for all: a *folded* world has one node, whose messages to the next node arrive at
 itself. Step s of a node waits for step s - 1 of the previous node, which is as late as its own; so times equal those of
 all nodes (a test compares both), and 4,096 ranks cost as much as one node's. Processes begin their messages with the
-lowest rank on all nodes, so there the one node is an average.
+next node, whichever node they are on, so this holds for them too.
 """
 
 from __future__ import annotations

@@ -41,9 +41,10 @@ NodePlan::NodePlan(const std::vector<int>& node_of, int rank) : rank_(rank) {
     const size_t round = kParcelRound / (static_cast<size_t>(most_stood_for_) * most_in_node_);
     parcel_limit_ = std::min(kMostParcelBlock, round);
   }
-  for (int other = 0; other < static_cast<int>(node_.size()); ++other) {
-    if (node_[other] == node_[rank]) continue;
-    const bool target = stands_for(other, node_[rank]) == rank;
+  for (int step = 1; step < nodes(); ++step) others_.push_back((node() + step) % nodes());
+  for (const int there : others_) foreign_.insert(foreign_.end(), members_[there].begin(), members_[there].end());
+  for (const int other : foreign_) {
+    const bool target = stands_for(other, node()) == rank;
     if (target) targets_.push_back(other);
     if (target || stands_for(rank, node_[other]) == other) peers_.push_back(other);
   }

@@ -3,6 +3,9 @@
 // Nodes are numbered in order of their first rank, ranks within a node in group order. Rank i of a node exchanges with
 // rank i of every other node (a rail). If nodes differ in size, rank i receives from rank i % (ranks there) of another
 // node what its whole node needs, and large tensors use as many rails as the smallest node has ranks.
+//
+// A node begins with the next one and wraps around. If all began with node 0, its ranks would get the first messages of
+// all others at once, and those of the last node would wait. Sums have another order: they index partials by node.
 #pragma once
 
 #include <cstddef>
@@ -24,6 +27,10 @@ class NodePlan {
   int local_of(int rank) const { return local_[rank]; }
   const std::vector<int>& members(int node) const { return members_[node]; }
   const std::vector<int>& own() const { return members_[node()]; }
+  // The other nodes, in the order in which this node sends to them: the next one first, wrapping around.
+  const std::vector<int>& others() const { return others_; }
+  // Their ranks, node by node in that order.
+  const std::vector<int>& foreign() const { return foreign_; }
   bool flat() const { return members_.size() == node_.size(); }  // one rank per node
   int rails() const { return rails_; }
   int most_in_node() const { return most_in_node_; }
@@ -34,9 +41,9 @@ class NodePlan {
   int stands_for(int rank, int node) const {
     return members_[node][local_[rank] % static_cast<int>(members_[node].size())];
   }
-  // The ranks of other nodes that this rank represents or that represent it; each once, in order.
+  // The ranks of other nodes that this rank represents or that represent it; each once, in order of foreign().
   const std::vector<int>& peers() const { return peers_; }
-  // The ranks of other nodes that this rank represents.
+  // The ranks of other nodes that this rank represents, in order of foreign().
   const std::vector<int>& targets() const { return targets_; }
 
   // Blocks of up to this many bytes go between nodes as parcels, where that was measured to be faster; 0: every block
@@ -56,7 +63,7 @@ class NodePlan {
   int rank_;
   std::vector<int> node_, local_;  // of every rank
   std::vector<std::vector<int>> members_;
-  std::vector<int> peers_, targets_;
+  std::vector<int> others_, foreign_, peers_, targets_;
   int rails_, most_in_node_ = 1, most_stood_for_ = 1;
   size_t parcel_limit_ = 0;
 };

@@ -121,13 +121,7 @@ c10::intrusive_ptr<WorkArk> ProcessGroupArk::make_work(c10d::OpType type, const 
 ProcessGroupArk::WorkPtr ProcessGroupArk::issue(const Call& call, Body body) {
   if (const c10::Device device = device_of(call); device.is_cuda()) {
     const auto cuda = cuda_side(call.name, device);
-    const bool by_nodes =
-        cuda->nodes() && call.carry && NodesCommunicator::takes(call.kind, call.reduction.op, call.even);
-    if (cuda->nodes() && !by_nodes && reduces(call.kind) && options_->sums.flat)
-      refuse({rank_, call.name}, ErrorKind::invalid_argument,
-             "PREMUL_SUM of CUDA tensors goes through NCCL between nodes, which does not add in the order that "
-             "Options.order \"flat\" (ARK_ORDER=flat) asks for",
-             "Multiply the tensor and call SUM, or let the order be \"node\".");
+    const bool by_nodes = cuda->nodes() && call.carry && NodesCommunicator::takes(call.kind, call.even);
     if (cuda->carrier && !by_nodes) return carry_cuda(call, *cuda);
     if (cuda->nccl) meet_for_nccl(call, *cuda);
     return collect(enqueue(call, std::move(body), cuda));

@@ -148,18 +148,19 @@ def test_what_one_rank_lacks_leaves_all_to_nccl(env: Env) -> None:
 def _sums(rank: Rank, order: str, partials: str) -> list[torch.Tensor]:
     """Sums of halves on CUDA and on CPU tensors, and what the plan says. One rank a node: one order for all."""
     os.environ.update(ARK_ORDER=order, ARK_PARTIALS=partials)
-    group, _, _ = _start(rank)
+    group, carriers, _ = _start(rank)
     found = []
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for count in (1, 777, 20001):
             values = torch.randn(count, generator=torch.Generator().manual_seed(count + rank.rank)) * 10.0**rank.rank
-            for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            premultiplied = dist._make_nccl_premul_sum(1 / (3 + rank.rank))
+            for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, premultiplied):
                 x, wanted = pretended.on(rank.rank, values.to(dtype)), values.to(dtype)
                 dist.all_reduce(x, op, group=group)
                 dist.all_reduce(wanted, op, group=group)
                 assert_same_bits(host(x), wanted, f"{dtype} {count} {op}")
                 found.append(wanted)
-    assert group._get_backend(torch.device("cuda")).cuda_carrier == "ark"
+    assert group._get_backend(torch.device("cuda")).cuda_carrier == "ark" and not _carried_by(carriers)
     return found
 
 
@@ -184,19 +185,6 @@ def _other_settings(rank: Rank, nodes: tuple[int, ...], variable: str, value: st
 def test_all_ranks_have_the_same_settings(variable: str, value: str, env: Env) -> None:
     for told in run_ranks(_other_settings, 4, (0, 0, 1, 1), variable, value, env=env):
         assert f"({variable})" in told, told
-
-
-def _premultiplied(rank: Rank) -> None:
-    group, carriers, _ = _start(rank)
-    x = on_rank(rank, torch.full((8,), 1.0))
-    dist.all_reduce(x, group=group)
-    with pytest.raises(ValueError, match=r"PREMUL_SUM of CUDA tensors goes through NCCL.*ARK_ORDER=flat"):
-        dist.all_reduce(x, dist._make_nccl_premul_sum(0.5), group=group)
-    assert not _carried_by(carriers)
-
-
-def test_a_premultiplied_sum_has_no_flat_order(env: Env) -> None:
-    run_ranks(_premultiplied, 2, env={**env, "ARK_ORDER": "flat"})
 
 
 def _compiled(rank: Rank, carried: bool, collectives: list[tuple[str, str, int]]) -> list[tuple[str, list[bool]]]:

@@ -52,6 +52,14 @@ FAULTS = (
         "collectives.agreement_test",
     ),
     fault(
+        "collectives.node_order",
+        HERE + "node_plan.cpp",
+        "others_.push_back((node() + step) % nodes());",
+        "others_.push_back(step > node() ? step : step - 1);",
+        "all nodes begin their messages with the first one, whose ranks hear from all others at once",
+        "collectives.node_plan_test",
+    ),
+    fault(
         "collectives.nodes_round_partials",
         HERE + "sum_order.cpp",
         "    default: return true;",

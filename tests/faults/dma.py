@@ -39,6 +39,14 @@ FAULTS = (
         "collectives/cuda/between.nodes_sums_test",
     ),
     fault(
+        "protocol.between_factor",
+        "ark_torch/kernels/cuda/between.cuh",
+        "unit, piece.bytes), factor(own, i));",
+        "unit, piece.bytes), factor(own, 0));",
+        "a premultiplied sum between nodes takes the first rank's factor for all of its node",
+        "collectives/cuda/between.nodes_sums_test",
+    ),
+    fault(
         "protocol.between_chunk_too_wide",
         "csrc/collectives/cuda/between/between_stage.cpp",
         "chunk / (parts.wide ? wider : parts.count)",

@@ -125,11 +125,12 @@ def _bits(rank: Rank, placement: tuple[int, ...], order: str, partials: str) -> 
     os.environ.update(ARK_ORDER=order, ARK_PARTIALS=partials)
     device, group = _begin(rank, placement)
     me, size = rank.rank, rank.world_size
+    premultiplied = dist._make_nccl_premul_sum(1 / (3 + me))
     for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float32, torch.complex64):
         for count in (1, 777, 40_001, (1 << 20) + 3):
             values = torch.randn(count * size, generator=torch.Generator().manual_seed(count + me)) * 10.0 ** (me % 3)
             x = values[:count].to(dtype)
-            for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, premultiplied):
                 if dtype.is_complex and op == dist.ReduceOp.AVG:
                     continue
                 got, wanted = x.to(device), x.clone()
@@ -155,11 +156,13 @@ def _bits(rank: Rank, placement: tuple[int, ...], order: str, partials: str) -> 
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         dist.all_reduce(static, group=group)
+        dist.all_reduce(static, premultiplied, group=group)
     for seed in range(5):
         wanted = torch.randn(static.numel(), generator=torch.Generator().manual_seed(seed * size + me)).bfloat16()
         static.copy_(wanted)
         graph.replay()
         dist.all_reduce(wanted, group=group)
+        dist.all_reduce(wanted, premultiplied, group=group)
         assert_same_bits(static.cpu(), wanted, f"replay {seed}")
     torch.cuda.synchronize()
     del graph

@@ -10,7 +10,8 @@
 // Sums come in three forms. Nodes send each other what their ranks' sum is, in the tensors' type; or that sum as it was
 // added, in float32 (add_wide), so that only the last sum is rounded; or the inputs of all their ranks, side by side in
 // a slot, which are added in the order of all ranks. The last two take the inputs of the node's other ranks from the
-// device's memory, where an all_to_all of the node has brought them.
+// device's memory, where an all_to_all of the node has brought them. PREMUL_SUM multiplies where a kernel first reads
+// an input, in the accumulator; nodes that bring their rounded sum have multiplied in the node.
 #pragma once
 
 #include "cuda/between_window.cuh"
@@ -47,6 +48,8 @@ struct BetweenParts {
 // move: no sum. add_wide: partial sums in float32.
 enum class BetweenForm : uint8 { move, add, add_wide };
 
+inline constexpr uint64 kFactorStride = 2;  // doubles, so that each factor moves as one unit
+
 struct BetweenParams {
   BetweenWindow window;
   GroupStatus* status;
@@ -56,6 +59,8 @@ struct BetweenParams {
   DType dtype;  // for GenericRule
   ReduceOp op;
   uint16 reserved;
+  // For PREMUL_SUM of inputs, else null: a factor for each, by node * kMostPlaces + place, kFactorStride apart.
+  const double* factors;
   uint64 piece_bytes;  // of a message, in a chunk: a multiple of 16
   BetweenParts parts;
   int names[kMostNodes];  // the rank that this one exchanges with, by node
@@ -116,6 +121,10 @@ struct Between {
   ARK_TEAM_CODE const char* input(int node, int place) const {
     if (place == p.parts.own) return static_cast<const char*>(p.send[node]);
     return p.parts.others + place * p.parts.stride + p.parts.at[node];
+  }
+
+  ARK_TEAM_CODE double factor(int node, int place) const {
+    return p.factors == nullptr ? 1.0 : p.factors[kFactorStride * (node * kMostPlaces + place)];
   }
 
   // One thread of the team. False: given up.
@@ -248,8 +257,11 @@ struct Between {
           return team.load(node == own ? input(own, place) + piece.begin : inbox(node, k) + place * each, unit,
                            piece.bytes);
         };
-        auto sum = rule.first(of(0));
-        for (int i = 1; i < inputs; i++) rule.add(sum, of(i));
+        const auto times = [&](int i) {
+          return factor(p.parts.order[i] / kMostPlaces, p.parts.order[i] % kMostPlaces);
+        };
+        auto sum = rule.first(of(0), times(0));
+        for (int i = 1; i < inputs; i++) rule.add(sum, of(i), times(i));
         team.store(out, unit, piece.bytes, rule.finish(sum, p.ranks, p.average != 0));
       });
       return give_credits();
@@ -259,10 +271,11 @@ struct Between {
   // The sum of what this node's ranks give for a node, not rounded.
   template <class Rule>
   ARK_TEAM_CODE typename Rule::Accumulator own_sum(Rule rule, int node, const BetweenPart& piece, uint64 unit) const {
-    auto sum = rule.first(team.load_here(input(node, 0) + piece.begin, unit, piece.bytes));
+    const int own = p.window.node;
+    auto sum = rule.first(team.load_here(input(node, 0) + piece.begin, unit, piece.bytes), factor(own, 0));
     ARK_ROLLED
     for (int i = 1; i < p.parts.count; i++)
-      rule.add(sum, team.load_here(input(node, i) + piece.begin, unit, piece.bytes));
+      rule.add(sum, team.load_here(input(node, i) + piece.begin, unit, piece.bytes), factor(own, i));
     return sum;
   }
   template <class Rule>

@@ -199,12 +199,12 @@ const double* CarriedCommunicator::factors_of_nodes(const Exchange& exchange) {
 
 // Returns the other nodes' representatives if this rank is root, or root if this rank represents it.
 std::vector<int> CarriedCommunicator::partners_of(int root) const {
-  std::vector<int> partners;
-  for (int node = 0; node < plan_.nodes(); ++node) {
-    const int other = plan_.stands_for(root, node);
-    if (rank_ == root && other != root) partners.push_back(other);
-    if (rank_ == other && other != root) partners.push_back(root);
+  if (rank_ != root) {
+    const bool represents = plan_.node_of(root) != plan_.node() && plan_.stands_for(root, plan_.node()) == rank_;
+    return represents ? std::vector<int>{root} : std::vector<int>{};
   }
+  std::vector<int> partners;
+  for (const int node : plan_.others()) partners.push_back(plan_.stands_for(root, node));
   return partners;
 }
 
@@ -264,8 +264,8 @@ void CarriedCommunicator::reduce_whole(Exchange& exchange, const void* in, void*
   const bool receives = everybody || rank_ == root;
   const auto takes = [&](int peer) { return everybody ? plan_.stands_for(peer, node) == rank_ : peer == root; };
   std::vector<const void*> sources(nodes, own);
-  for (int other = 0; other < nodes; ++other) {
-    if (other == node || !receives) continue;
+  for (const int other : plan_.others()) {
+    if (!receives) break;
     const int from = plan_.stands_for(everybody ? rank_ : root, other);
     sources[other] = in_first ? heard_[from].data : partials + other * bytes;
     if (!in_first) exchange.messages.receive(from, MessageChannel::data, partials + other * bytes, bytes, true);

@@ -18,10 +18,7 @@ void copy(void* to, const void* from, size_t bytes) {
 
 std::vector<int> CarriedCommunicator::others_of(int root) const {
   if (rank_ != root) return plan_.node_of(root) == plan_.node() ? std::vector<int>{} : std::vector<int>{root};
-  std::vector<int> others;
-  for (int rank = 0; rank < size_; ++rank)
-    if (plan_.node_of(rank) != plan_.node()) others.push_back(rank);
-  return others;
+  return plan_.foreign();
 }
 
 // A node's blocks fit into one first message, so this takes one round and one hop.
@@ -63,10 +60,8 @@ void CarriedCommunicator::gather_in_pieces(Exchange& exchange, const void* in, v
   copy(outs[rank_], in, bytes);
   hear_all(exchange, plan_.peers());
   for (size_t k = 0; k < pieces; ++k) {
-    for (int node = 0; node < plan_.nodes(); ++node) {
-      if (node == plan_.node()) continue;
+    for (const int node : plan_.others())
       exchange.messages.send(plan_.stands_for(rank_, node), data, at_offset(in, k * piece), length(k));
-    }
   }
   Rounds& rounds = node_->rounds();
   if (rounds.size() == 1) return;
@@ -200,11 +195,7 @@ void CarriedCommunicator::scatter_from_root(Exchange& exchange, const void* cons
 // First messages carry the sizes. A peer must send exactly what this rank expects, and the carrier does not check that.
 void CarriedCommunicator::exchange_blocks(Exchange& exchange, const Bytes* ins, const MutableBytes* outs) {
   using enum MessageChannel;
-  std::vector<int> others;  // starts at a different peer on each rank
-  for (int step = 1; step < size_; ++step) {
-    const int rank = (rank_ + step) % size_;
-    if (plan_.node_of(rank) != plan_.node()) others.push_back(rank);
-  }
+  const std::vector<int>& others = plan_.foreign();
   const auto in_first = [](size_t bytes) { return bytes <= First::kRoom; };
   expect(others);
   for (const int peer : others) {

@@ -39,24 +39,19 @@ class CarriedCommunicator::ParcelExchange {
         promised_(static_cast<size_t>(of.size_) * ranks_),
         place_(of.size_) {
     std::vector<int> shown(ranks_);  // number of first messages that each rank of this node publishes
-    for (int rank = 0; rank < of.size_; ++rank)
-      if (foreign(rank)) place_[rank] = shown[shows(rank)]++;
+    for (const int rank : plan_.foreign()) place_[rank] = shown[shows(rank)]++;
   }
 
   void run() {
     of_.expect(senders_);
-    for (int rank = 0; rank < of_.size_; ++rank)
-      if (foreign(rank) && !small(outs_[rank].size))
-        exchange_.messages.receive(rank, results, outs_[rank].data, outs_[rank].size);
+    for (const int rank : plan_.foreign())
+      if (!small(outs_[rank].size)) exchange_.messages.receive(rank, results, outs_[rank].data, outs_[rank].size);
     send_parcels();
     of_.hear_all(exchange_, senders_);
     receive_parcels();
     show_first_messages();
-    for (int step = 1; step < of_.size_; ++step) {  // starts at a different peer on each rank
-      const int rank = (of_.rank_ + step) % of_.size_;
-      if (foreign(rank) && !small(ins_[rank].size))
-        exchange_.messages.send(rank, results, ins_[rank].data, ins_[rank].size);
-    }
+    for (const int rank : plan_.foreign())
+      if (!small(ins_[rank].size)) exchange_.messages.send(rank, results, ins_[rank].data, ins_[rank].size);
     of_.exchange_in_node(exchange_, ins_, outs_);  // overlaps with the messages in flight
     spread_parcels();
   }
@@ -66,7 +61,6 @@ class CarriedCommunicator::ParcelExchange {
 
   static size_t room(size_t ranks) { return First::kRoom - 2 * ranks * sizeof(uint64_t); }
   bool small(size_t bytes) const { return bytes <= plan_.parcel_limit(); }
-  bool foreign(int rank) const { return plan_.node_of(rank) != plan_.node(); }
   int shows(int rank) const { return plan_.local_of(plan_.stands_for(rank, plan_.node())); }
   const uint64_t* promised(int rank) const { return promised_.data() + static_cast<size_t>(rank) * ranks_; }
   NodeParcel parcel_of(int rank) const { return {promised(rank), ranks_, plan_.parcel_limit()}; }
@@ -82,11 +76,10 @@ class CarriedCommunicator::ParcelExchange {
 
   void send_parcels() {
     size_t bytes = 0;
-    for (int rank = 0; rank < of_.size_; ++rank) bytes += foreign(rank) && small(ins_[rank].size) ? ins_[rank].size : 0;
+    for (const int rank : plan_.foreign()) bytes += small(ins_[rank].size) ? ins_[rank].size : 0;
     if (of_.parcels_.size() < bytes) of_.parcels_.resize(bytes);
     std::byte* memory = of_.parcels_.data();
-    for (int node = 0; node < plan_.nodes(); ++node) {
-      if (node == plan_.node()) continue;
+    for (const int node : plan_.others()) {
       const std::vector<int>& members = plan_.members(node);
       const size_t ranks = members.size();
       std::byte text[First::kRoom];
@@ -116,8 +109,7 @@ class CarriedCommunicator::ParcelExchange {
     rounds_.publish(round);
     for (int local = 0; local < ranks_; ++local)
       if (local != rounds_.rank()) rounds_.read(round, local);  // compares descriptors
-    for (int rank = 0; rank < of_.size_; ++rank)
-      if (foreign(rank)) take(rank, round);
+    for (const int rank : plan_.foreign()) take(rank, round);
     rounds_.release(round);
   }
 
@@ -163,8 +155,8 @@ class CarriedCommunicator::ParcelExchange {
 
   void spread_parcels() {
     const auto any = [&] {
-      for (int rank = 0; rank < of_.size_; ++rank)
-        if (foreign(rank) && apart(rank)) return true;
+      for (const int rank : plan_.foreign())
+        if (apart(rank)) return true;
       return false;
     };
     if (!any()) return;  // the same result on all ranks of the node
@@ -173,9 +165,9 @@ class CarriedCommunicator::ParcelExchange {
     for (const size_t message : come_) exchange_.messages.wait_for(message);
     copy_bytes(rounds_.open(round), of_.scratch(come_bytes_), come_bytes_);
     rounds_.publish(round);
-    std::vector<size_t> at(ranks_);  // offset in each local rank's slot
-    for (int rank = 0; rank < of_.size_; ++rank) {
-      if (!foreign(rank) || !apart(rank)) continue;
+    std::vector<size_t> at(ranks_);  // offset in each local rank's slot, where parcels have the order of its senders_
+    for (const int rank : plan_.foreign()) {
+      if (!apart(rank)) continue;
       const NodeParcel parcel = parcel_of(rank);
       const int local = shows(rank);
       const size_t begin = at[local];

@@ -48,8 +48,8 @@ class CarriedCommunicator::ChunkedReduce {
         lone_(ranks_ == 1),
         direct_(root < 0 && plan_.nodes() == 2 && partial_ == element_),
         sources_(std::max(ranks_, plan_.nodes())) {
-    for (int node = 0; node < plan_.nodes() && rail_ >= 0; ++node) {
-      if (node == plan_.node()) continue;
+    for (const int node : plan_.others()) {
+      if (rail_ < 0) break;
       if (root < 0 || node == root_node_ || plan_.node() == root_node_) peers_.push_back(plan_.members(node)[rail_]);
     }
     most_part_ = part_of(chunk_, plan_.rails(), 0, unit_).count;
@@ -250,8 +250,7 @@ void CarriedCommunicator::reduce_blocks(Exchange& exchange, const void* const* i
   const auto expect_sums = [&](size_t k) {
     if (k >= pieces || in_first) return;
     awaited[k % kSlots].clear();
-    for (int other = 0; other < nodes; ++other) {
-      if (other == node) continue;
+    for (const int other : plan_.others()) {
       const size_t bytes = elements(k) * partial;
       awaited[k % kSlots].push_back(
           messages.receive(plan_.stands_for(rank_, other), data, incoming(k, other), bytes, true));

@@ -3,7 +3,7 @@
 //
 // All ranks decide the same way: each tells whether its node's GPUs can share memory and its NIC can take what kernels
 // ask for, and one that cannot leaves the group's CUDA tensors to PyTorch's NCCL, with the reason in the log. NCCL also
-// has what nodes do not take (send and recv, all_to_all with splits, PREMUL_SUM); it connects at its first operation.
+// has what nodes do not take (send and recv, all_to_all with splits); it connects at its first operation.
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "collectives/cuda/cuda_dispatch.hpp"

@@ -33,9 +33,7 @@ TEST(NodePlan, RailsOfEvenNodes) {
     const NodePlan plan({0, 0, 1, 1, 2, 2}, rank);
     EXPECT_FALSE(plan.flat());
     EXPECT_EQ(plan.rails(), 2);
-    std::vector<int> rail;
-    for (int other = rank % 2; other < 6; other += 2)
-      if (other != rank) rail.push_back(other);
+    const std::vector<int> rail = {(rank + 2) % 6, (rank + 4) % 6};  // the next node's first
     EXPECT_EQ(plan.peers(), rail);
     EXPECT_EQ(plan.targets(), rail);
   }
@@ -44,8 +42,40 @@ TEST(NodePlan, RailsOfEvenNodes) {
 TEST(NodePlan, FlatWhereEveryRankIsANode) {
   const NodePlan plan({4, 2, 0}, 1);
   EXPECT_TRUE(plan.flat());
-  EXPECT_EQ(plan.peers(), (std::vector<int>{0, 2}));
+  EXPECT_EQ(plan.peers(), (std::vector<int>{2, 0}));
   EXPECT_EQ(plan.text(), "3 nodes (1 + 1 + 1 ranks), 1 rail");
+}
+
+// In every step each node sends to another one, so that no rank hears from all others at once.
+TEST(NodePlan, EveryNodeBeginsWithTheNextOne) {
+  EXPECT_EQ(NodePlan({0, 0, 1, 2, 1, 2}, 2).others(), (std::vector<int>{2, 0}));
+  EXPECT_EQ(NodePlan({0, 0, 1, 2, 1, 2}, 2).foreign(), (std::vector<int>{3, 5, 0, 1}));
+  for (const auto& nodes : kPlacements) {
+    std::vector<NodePlan> plans;
+    for (int rank = 0; rank < static_cast<int>(nodes.size()); ++rank) plans.emplace_back(nodes, rank);
+    for (int step = 0; step < plans[0].nodes() - 1; ++step) {
+      std::vector<int> receivers;
+      for (int node = 0; node < plans[0].nodes(); ++node)
+        receivers.push_back(plans[plans[0].members(node)[0]].others()[step]);
+      std::sort(receivers.begin(), receivers.end());
+      EXPECT_EQ(std::unique(receivers.begin(), receivers.end()), receivers.end());
+    }
+    for (const NodePlan& plan : plans) {
+      EXPECT_EQ(static_cast<int>(plan.others().size()), plan.nodes() - 1);
+      EXPECT_EQ(plan.foreign().size() + plan.own().size(), nodes.size());
+      std::vector<int> in_order;  // the same ranks node by node
+      for (const int node : plan.others())
+        for (const int rank : plan.members(node)) in_order.push_back(rank);
+      EXPECT_EQ(plan.foreign(), in_order);
+      const auto follows = [&](const std::vector<int>& ranks) {
+        size_t next = 0;
+        for (const int rank : in_order) next += next < ranks.size() && ranks[next] == rank ? 1 : 0;
+        return next == ranks.size();
+      };
+      EXPECT_TRUE(follows(plan.peers()));
+      EXPECT_TRUE(follows(plan.targets()));
+    }
+  }
 }
 
 TEST(NodePlan, SmallBlocksGoTogetherInNodesOfThreeRanksAndMore) {

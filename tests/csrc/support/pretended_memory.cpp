@@ -7,6 +7,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <map>
@@ -229,6 +230,10 @@ ARK_PRETENDED cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUst
 }
 ARK_PRETENDED cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t count, CUstream) {
   std::memset(reinterpret_cast<void*>(to), value, count);
+  return CUDA_SUCCESS;
+}
+ARK_PRETENDED cuMemsetD32Async(CUdeviceptr to, unsigned value, size_t count, CUstream) {
+  std::fill_n(reinterpret_cast<unsigned*>(to), count, value);
   return CUDA_SUCCESS;
 }
 }

@@ -2,6 +2,7 @@
 #include "collectives/cuda/between/between_stage.hpp"
 
 #include <algorithm>
+#include <cstring>
 
 #include "collectives/cuda/stubs.hpp"
 #include "collectives/rma/rma_record.hpp"
@@ -190,6 +191,20 @@ void BetweenStage::add(const Operation& operation, const Blocks& blocks, bool av
   launch(operation, blocks, blocks.parts.wide ? device::BetweenForm::add_wide : device::BetweenForm::add, average);
 }
 
+std::byte* BetweenStage::factor(int node, int place) const {
+  return scratch() + scratch_bytes() + kFactorBytes * (node * device::kMostPlaces + place);
+}
+
+void BetweenStage::set_factor(const Operation& operation) const {
+  uint32_t halves[2];
+  std::memcpy(halves, &operation.factor, sizeof halves);
+  const CurrentContext context(setup_.device);
+  const auto to = reinterpret_cast<CUdeviceptr>(factor(plan_.node(), plan_.local()));
+  for (int i = 0; i < 2; ++i)
+    check(driver().memset_d32_async(to + 4 * i, halves[i], 1, static_cast<CUstream>(operation.stream)),
+          "cuMemsetD32Async");
+}
+
 // With several inputs a node, a chunk holds as many bytes of each, or as many elements as their partial sums have room.
 void BetweenStage::set_parts(const Operation& operation, const Parts& parts, device::BetweenParams& params) const {
   const uint64_t chunk = params.window.chunk_bytes;
@@ -218,6 +233,7 @@ void BetweenStage::launch(const Operation& operation, const Blocks& blocks, devi
   params.average = average;
   params.dtype = static_cast<device::DType>(operation.descriptor.dtype);
   params.op = static_cast<device::ReduceOp>(average ? ReduceOp::avg : operation.descriptor.op);
+  if (operation.descriptor.op == ReduceOp::premul_sum) params.factors = reinterpret_cast<const double*>(factor(0, 0));
   set_parts(operation, blocks.parts, params);
   uint32_t lanes = 0;
   for (int node = 0; node < params.window.nodes; ++node) {

@@ -73,6 +73,10 @@ class BetweenStage {
   // receive_bytes[own], and the same of each node, 0 where nothing comes here. average: divided by the group's size.
   void add(const Operation& operation, const Blocks& blocks, bool average);
 
+  // Of PREMUL_SUM: what add() multiplies the input of that place by. set_factor() enqueues a write of this rank's.
+  std::byte* factor(int node, int place) const;
+  void set_factor(const Operation& operation) const;
+
   // A window for kernels of a compiled region, whose tasks use it as cuda/loop/between.cuh says. Collective, not during
   // capture. `why`: of this rank, why it has none; empty: it may. Returns null on all ranks, and sets `why`, if one has
   // none. Throws Error(mismatch) on all ranks if their fingerprints differ. `failed`: what has ended the meeting on
@@ -82,7 +86,7 @@ class BetweenStage {
 
   // Memory of the device between the stages of an operation; larger tensors go in slices.
   std::byte* scratch() const { return reinterpret_cast<std::byte*>(scratch_.data()); }
-  size_t scratch_bytes() const { return setup_.scratch_bytes; }
+  size_t scratch_bytes() const { return setup_.scratch_bytes - kFactors; }
 
   const rdma::GpuPath& path() const { return window_->path(); }
   uint64_t bytes() const { return window_->bytes(); }  // of memory that the NIC uses
@@ -90,6 +94,9 @@ class BetweenStage {
   const SumOrder& sums() const { return setup_.sums; }
 
  private:
+  static constexpr size_t kFactorBytes = device::kFactorStride * sizeof(double);
+  static constexpr size_t kFactors = kFactorBytes * device::kMostNodes * device::kMostPlaces;  // behind the scratch
+
   BetweenStage(Setup setup, const NodePlan& plan);
   void launch(const Operation& operation, const Blocks& blocks, device::BetweenForm form, bool average);
   void set_parts(const Operation& operation, const Parts& parts, device::BetweenParams& params) const;

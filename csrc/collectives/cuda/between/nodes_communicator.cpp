@@ -22,9 +22,7 @@ Operation NodesCommunicator::in_node(const Operation& operation, int root) {
   return inner;
 }
 
-bool NodesCommunicator::takes(Kind kind, ReduceOp op, bool even) {
-  const bool reduces = kind == Kind::all_reduce || kind == Kind::reduce || kind == Kind::reduce_scatter;
-  if (reduces && op == ReduceOp::premul_sum) return false;
+bool NodesCommunicator::takes(Kind kind, bool even) {
   return kind != Kind::all_to_all || even;
 }
 

@@ -24,7 +24,7 @@ class NodesCommunicator final : public Communicator {
                     std::unique_ptr<BetweenStage> stage);
 
   // Whether it can carry such an operation; `even`: an all_to_all of equal parts on all ranks.
-  static bool takes(Kind kind, ReduceOp op, bool even);
+  static bool takes(Kind kind, bool even);
 
   void all_reduce(const Operation&, const void* in, void* out, size_t count) override;
   void reduce(const Operation&, const void* in, void* out, size_t count) override;
@@ -88,9 +88,12 @@ class NodesCommunicator final : public Communicator {
   size_t most_at_once(size_t bytes, size_t element) const;
   BetweenStage::Parts inputs_at(size_t offset, size_t stride, Brings what) const;
   ElementRange sum_in_node(const Operation& operation, const void* in, void* out, size_t count);
+  Operation between(const Operation& operation, Brings what);
   Share share(const Operation& operation, Brings what, const void* in, void* out, size_t count);
-  void sum_whole(const Operation& operation, Brings what, const void* in, void* out, size_t count);
-  void all_reduce_slice(const Operation& operation, Brings what, const void* in, void* out, size_t count);
+  void sum_whole(const Operation& operation, const Operation& outer, Brings what, const void* in, void* out,
+                 size_t count);
+  void all_reduce_slice(const Operation& operation, const Operation& outer, Brings what, const void* in, void* out,
+                        size_t count);
 
   const NodePlan plan_;
   const std::shared_ptr<Communicator> node_;

@@ -89,8 +89,33 @@ NodesCommunicator::Share NodesCommunicator::share(const Operation& operation, Br
   return {own, at(in, own.begin * element), inputs_at(0, stride, what)};
 }
 
+// The operation as the stage between nodes sees it. Where that stage multiplies, all ranks get all factors first.
+Operation NodesCommunicator::between(const Operation& operation, Brings what) {
+  Operation outer = operation;
+  if (operation.descriptor.op != ReduceOp::premul_sum) return outer;
+  if (what == Brings::sum && !lone()) {
+    outer.descriptor.op = ReduceOp::sum;
+    return outer;
+  }
+  constexpr size_t kBytes = device::kFactorStride * sizeof(double);
+  stage_->set_factor(operation);
+  if (!lone()) {
+    std::vector<void*> own(places());
+    for (int i = 0; i < places(); ++i) own[i] = stage_->factor(here(), i);
+    node_->all_gather(in_node(operation), own[place()], own.data(), kBytes);
+  }
+  Blocks moving(nodes());
+  for (int node = 0; node < nodes(); ++node) {
+    moving.send[node] = stage_->factor(here(), 0), moving.receive[node] = stage_->factor(node, 0);
+    moving.send_bytes[node] = moving.receive_bytes[node] = kBytes * places();
+  }
+  stage_->move(operation, moving);
+  return outer;
+}
+
 // Every rank of a rail gets its node's whole sum, or inputs, to all nodes.
-void NodesCommunicator::sum_whole(const Operation& operation, Brings what, const void* in, void* out, size_t count) {
+void NodesCommunicator::sum_whole(const Operation& operation, const Operation& outer, Brings what, const void* in,
+                                  void* out, size_t count) {
   const size_t bytes = count * size_of(operation.descriptor.dtype);
   Blocks blocks(nodes());
   const void* mine = in;
@@ -107,7 +132,7 @@ void NodesCommunicator::sum_whole(const Operation& operation, Brings what, const
   for (int node = 0; node < nodes(); ++node)
     blocks.send[node] = mine, blocks.send_bytes[node] = blocks.receive_bytes[node] = bytes;
   blocks.receive[here()] = out;
-  stage_->add(operation, blocks, averages(operation));
+  stage_->add(outer, blocks, averages(operation));
 }
 
 void NodesCommunicator::all_reduce(const Operation& operation, const void* in, void* out, size_t count) {
@@ -115,14 +140,16 @@ void NodesCommunicator::all_reduce(const Operation& operation, const void* in, v
   const size_t element = size_of(dtype);
   if (count == 0) return;
   const Brings what = brings(operation.descriptor);
-  if (count * sent_for(what, dtype) * nodes() <= kWhole) return sum_whole(operation, what, in, out, count);
+  const Operation outer = between(operation, what);
+  if (count * sent_for(what, dtype) * nodes() <= kWhole) return sum_whole(operation, outer, what, in, out, count);
   const size_t most = what == Brings::sum ? count : most_at_once(stage_->scratch_bytes(), element);
   for (size_t begin = 0; begin < count; begin += most)
-    all_reduce_slice(operation, what, at(in, begin * element), at(out, begin * element), std::min(most, count - begin));
+    all_reduce_slice(operation, outer, what, at(in, begin * element), at(out, begin * element),
+                     std::min(most, count - begin));
 }
 
-void NodesCommunicator::all_reduce_slice(const Operation& operation, Brings what, const void* in, void* out,
-                                         size_t count) {
+void NodesCommunicator::all_reduce_slice(const Operation& operation, const Operation& outer, Brings what,
+                                         const void* in, void* out, size_t count) {
   const size_t element = size_of(operation.descriptor.dtype);
   Share mine = share(operation, what, in, out, count);
   Blocks adding(nodes()), moving(nodes());
@@ -139,7 +166,7 @@ void NodesCommunicator::all_reduce_slice(const Operation& operation, Brings what
     moving.receive[node] = at(result, begin), moving.receive_bytes[node] = bytes;
   }
   adding.receive[here()] = own;
-  stage_->add(operation, adding, averages(operation));
+  stage_->add(outer, adding, averages(operation));
   stage_->move(operation, moving);
   spread_in_node(operation, out, count, element, -1);
 }
@@ -150,6 +177,7 @@ void NodesCommunicator::reduce(const Operation& operation, const void* in, void*
   const size_t element = size_of(operation.descriptor.dtype), all = stage_->scratch_bytes();
   const int root = operation.descriptor.root, root_node = plan_.node_of(root);
   const Brings what = brings(operation.descriptor);
+  const Operation outer = between(operation, what);
   const size_t inputs = what == Brings::sum ? 0 : all / 2 / kUnit * kUnit;
   const size_t most = what == Brings::sum ? all / element / kUnit * kUnit : most_at_once(inputs, element);
   for (size_t begin = 0; begin < count; begin += most) {
@@ -165,7 +193,7 @@ void NodesCommunicator::reduce(const Operation& operation, const void* in, void*
       adding.receive_bytes[node] = here() == root_node ? bytes : 0;
     }
     adding.receive[here()] = at(to, mine.range.begin * element);
-    stage_->add(operation, adding, averages(operation));
+    stage_->add(outer, adding, averages(operation));
     if (here() == root_node) spread_in_node(operation, to, slice, element, plan_.local_of(root));
   }
 }
@@ -173,6 +201,7 @@ void NodesCommunicator::reduce(const Operation& operation, const void* in, void*
 void NodesCommunicator::reduce_scatter(const Operation& operation, const void* const* ins, void* out, size_t count) {
   const size_t element = size_of(operation.descriptor.dtype);
   const Brings what = brings(operation.descriptor);
+  const Operation outer = between(operation, what);
   const size_t kept = what == Brings::sum ? nodes() : nodes() * places();  // blocks in the scratch memory
   const size_t most = lone() ? count : stage_->scratch_bytes() / kept / element / kUnit * kUnit;
   for (size_t begin = 0; begin < count; begin += most) {
@@ -202,7 +231,7 @@ void NodesCommunicator::reduce_scatter(const Operation& operation, const void* c
       node_->all_to_all(in_node(operation), given.data(), taken.data());
     }
     adding.receive[here()] = at(out, begin * element);
-    stage_->add(operation, adding, averages(operation));
+    stage_->add(outer, adding, averages(operation));
   }
 }
 
