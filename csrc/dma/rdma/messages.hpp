@@ -148,8 +148,8 @@ class Messages : public std::enable_shared_from_this<Messages> {
   uint64_t signals(int peer, int32_t window) const;  // received since the window was opened
   // Waits for that many signals. Returns false at the deadline. Throws the error of a failed connection.
   bool wait_signals(int peer, int32_t window, uint64_t count, Clock::time_point deadline);
-  // Sends the peer an empty write, unless it has said goodbye. Throws the error of a failed connection, which an earlier
-  // probe may have found.
+  // Sends the peer an empty write, unless it has said goodbye. Throws the error of a failed connection, which an
+  // earlier probe may have found.
   void probe(int peer);
   // Registers memory with every rail, or only with the first. Throws Error(system) if a device refuses.
   Held hold(const void* data, size_t bytes, bool every_rail = true, Where where = Where::host);
