@@ -19,6 +19,7 @@ from ark_torch.compile.analysis import aten, tensor_of
 from ark_torch.compile.embeddings import MOVES, Exchange, in_chunks, moved, numbers, run, sources
 from ark_torch.compile.graph_edits import NotFused, call, inherit, is_backward, shape_of, tag
 from ark_torch.compile.ir import Unsupported
+from ark_torch.compile.operators.collectives import resolved
 
 _functional = torch.ops._c10d_functional
 _OF_TABLE = (aten._embedding_bag_backward.default, aten._embedding_bag_dense_backward.default)
@@ -88,6 +89,10 @@ class _Backward:
         for node in self.of_bags:
             if node.target not in (*_OF_TABLE, _OF_WEIGHTS):
                 raise NotFused(f"{node.name} reads what its bags return beside rows")
+            if _given(node, "scale_grad_by_freq"):
+                raise NotFused("its gradients are scaled by frequency (scale_grad_by_freq)")
+            if _given(node, "sparse"):
+                raise NotFused("its gradients are sparse")
         starts = [node.all_input_nodes[0] for node in self.of_bags]
         after, waits = _moves_before(starts)
         if len(waits) != 1 or waits[0].target is not _functional.wait_tensor.default:
@@ -96,6 +101,8 @@ class _Backward:
         started: Any = wait.args[0]
         if getattr(started, "target", None) is not _functional.all_to_all_single.default:
             raise NotFused("its gradients do not come from an all_to_all")
+        if resolved(started.args[3], wait.meta["val"].device).group_name != forward.group:
+            raise NotFused("its gradients are exchanged in another group")
         self.inside = {started, wait, *after}
         for node in (wait, *after):
             if any(user not in self.inside and user not in self.of_bags for user in node.users):
@@ -150,6 +157,12 @@ class _Backward:
             if sent in values and bool((values[sent].reshape(-1) == chunks).all()):
                 return node
         raise NotFused("the gradients that are sent are not in the order of samples, ranks and tables")
+
+
+def _given(node: Node, name: str) -> Any:
+    """An argument of an operator of ATen."""
+    names = [one.name for one in node.target._schema.arguments]  # type: ignore[union-attr]
+    return (dict(zip(names, node.args, strict=False)) | node.kwargs).get(name)
 
 
 def _moves_before(ends: list[Node]) -> tuple[list[Node], list[Node]]:

@@ -53,8 +53,11 @@ class _AllToAll(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         received, sent = ctx.sizes
         y = gradient.new_empty(sum(sent))
-        dist.all_to_all_single(y, gradient.contiguous(), sent, received)
+        dist.all_to_all_single(y, gradient.contiguous(), sent, received, group=backward_group)
         return y, None, None
+
+
+backward_group: Any = None  # None: the default group
 
 
 def _uneven(pooled: list[Tensor], tables: list[int], rank: int) -> Tensor:
@@ -91,9 +94,11 @@ FOUND: dict[str, tuple[Form, list[int]]] = {
     "uneven": (_uneven, [3, 1]),
     "uneven, tables first": (_tables_first, [1, 2]),
 }
-LEFT: dict[str, tuple[Form, str]] = {
-    "rows read too": (_read_too, "is read by others, too"),
-    "doubled": (_gradient_doubled, "do not come from one exchange"),
+LEFT: dict[str, tuple[Form, dict[str, Any], str]] = {
+    "rows read too": (_read_too, {}, "is read by others, too"),
+    "doubled": (_gradient_doubled, {}, "do not come from one exchange"),
+    "another group": (_uneven, {"elsewhere": True}, "in another group"),
+    "by frequency": (_stacked, {"scale_grad_by_freq": True}, "are scaled by frequency"),
 }
 OPERATOR = "ark.embedding_bag_all_to_all.default"
 
@@ -118,8 +123,19 @@ def fused(told: list[str], targets: list[str]) -> Any:
     return aot_autograd(fw_compiler=compile, partition_fn=partition, decompositions=decompositions.table())
 
 
-def compare(rank: Rank, form: Form, tables: list[int], *, weighted: bool = False, frozen: bool = False,
-            dtype: torch.dtype = torch.float32, **kwargs: Any) -> tuple[list[str], list[str]]:  # fmt: skip
+def compare(
+    rank: Rank,
+    form: Form,
+    tables: list[int],
+    *,
+    weighted: bool = False,
+    frozen: bool = False,
+    elsewhere: bool = False,
+    dtype: torch.dtype = torch.float32,
+    **kwargs: Any,
+) -> tuple[list[str], list[str]]:
+    global backward_group
+    backward_group = dist.new_group() if elsewhere else None
     torch.manual_seed(3 + rank.rank)
     count, bags = tables[rank.rank], SAMPLES * rank.world_size
     lengths = [torch.randint(0, 4, (bags,)) for _ in range(count)]
@@ -155,7 +171,9 @@ def _run(rank: Rank, which: str) -> dict[str, tuple[list[str], list[str]]]:
     torch.set_num_threads(1)
     forms = {
         "found": {name: functools.partial(compare, rank, *one) for name, one in FOUND.items()},
-        "left": {name: functools.partial(compare, rank, form, [2, 2]) for name, (form, _) in LEFT.items()},
+        "left": {
+            name: functools.partial(compare, rank, form, [2, 2], **more) for name, (form, more, _) in LEFT.items()
+        },
         "kinds": {
             "weighted": functools.partial(compare, rank, _stacked, [2, 2], weighted=True, mode="sum"),
             "a frozen table": functools.partial(compare, rank, _stacked, [2, 2], frozen=True, mode="sum"),
@@ -177,7 +195,7 @@ def test_both_passes_become_the_operator(which: str) -> None:
 
 def test_what_is_left() -> None:
     for said in run_ranks(_run, 2, "left"):
-        for name, (_, reason) in LEFT.items():
+        for name, (_, _, reason) in LEFT.items():
             told, targets = said[name]
             assert len(told) == 1 and reason in told[0], (name, told)
             assert targets.count("_c10d_functional.all_to_all_single.default") == 2, (name, targets)
