@@ -20,12 +20,11 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, Node
 
 import ark_torch.ops  # noqa: F401  (the operator's fake kernel)
-from ark_torch.compile.analysis import aten, is_getitem, tensor_of
-from ark_torch.compile.graph_edits import VIEWS, NotFused, erase, inherit, shape_of
+from ark_torch.compile.analysis import aten, is_getitem
+from ark_torch.compile.graph_edits import VIEWS, NotFused, all_to_alls, erase, inherit, shape_of
 from ark_torch.compile.ir import Unsupported
 from ark_torch.compile.operators.collectives import resolved
 
-_functional = torch.ops._c10d_functional
 _BAGS = (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
 MOVES = frozenset(
     {
@@ -55,14 +54,7 @@ def fuse(graph: Graph, device: str = "cuda") -> list[str]:
     """Replaces matches on tensors of that device. Returns, for each all-to-all of pooled rows, what became of
     it."""
     told = []
-    for wait in list(graph.nodes):
-        if wait.target is not _functional.wait_tensor.default:
-            continue
-        started, value = wait.args[0], tensor_of(wait)
-        if getattr(started, "target", None) is not _functional.all_to_all_single.default:
-            continue
-        if value is None or value.device.type != device:
-            continue
+    for wait, started in all_to_alls(graph, device):
         try:
             moves, bags = sources(started.args[0])
             if bags:

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from ark_torch.compile.analysis import aten, tensor_of
 from ark_torch.compile.embeddings import MOVES, Exchange, in_chunks, moved, numbers, run, sources
-from ark_torch.compile.graph_edits import NotFused, call, inherit, is_backward, shape_of, tag
+from ark_torch.compile.graph_edits import NotFused, all_to_alls, call, inherit, is_backward, shape_of, tag
 from ark_torch.compile.ir import Unsupported
 from ark_torch.compile.operators.collectives import resolved
 
@@ -29,13 +29,8 @@ _OF_WEIGHTS = aten._embedding_bag_per_sample_weights_backward.default
 def fuse(graph: Graph, device: str = "cuda") -> list[str]:
     """Like embeddings.fuse, for a joint graph."""
     told: list[str] = []
-    for wait in list(graph.nodes):
-        if wait._erased or is_backward(wait) or wait.target is not _functional.wait_tensor.default:
-            continue
-        started, value = wait.args[0], tensor_of(wait)
-        if getattr(started, "target", None) is not _functional.all_to_all_single.default:
-            continue
-        if value is None or value.device.type != device:
+    for wait, started in all_to_alls(graph, device):
+        if wait._erased or is_backward(wait):
             continue
         try:
             moves, bags = sources(started.args[0])

@@ -28,7 +28,7 @@ from ark_torch.compile import combining
 from ark_torch.compile.analysis import aten, tensor_of
 from ark_torch.compile.choices import SENT, Choices, copied, is_called, plain, same, sorts_up, taken
 from ark_torch.compile.expert_rows import Blocks, Follower, Rows, slots
-from ark_torch.compile.graph_edits import VIEWS, NotFused, call, erase, inherit, size_node, value_of
+from ark_torch.compile.graph_edits import VIEWS, NotFused, all_to_alls, call, erase, inherit, size_node, value_of
 from ark_torch.compile.ir import Unsupported
 from ark_torch.compile.networks import Network, network_of
 from ark_torch.compile.operators.collectives import resolved
@@ -62,7 +62,7 @@ def fuse(graph: Graph, device: str = "cuda") -> list[str]:
     """Replaces matches on tensors of that device. Returns, for each all-to-all of routed rows, what became of
     it."""
     told = []
-    for wait, started in exchanges(graph, device):
+    for wait, started in all_to_alls(graph, device):
         if wait._erased or _brings_back(graph, started):
             continue
         try:
@@ -72,20 +72,6 @@ def fuse(graph: Graph, device: str = "cuda") -> list[str]:
         except (NotFused, Unsupported) as reason:
             told.append(f"{started.name}: not fused with experts: {reason}")
     return told
-
-
-def exchanges(graph: Graph, device: str) -> list[tuple[Any, Any]]:
-    """All-to-alls of numbers on tensors of that device, as (wait, start) nodes."""
-    found = []
-    for wait in graph.nodes:
-        if wait.target is not _functional.wait_tensor.default:
-            continue
-        started, value = wait.args[0], tensor_of(wait)
-        if value is None or value.device.type != device or not value.dtype.is_floating_point:
-            continue
-        if is_called(started, _functional.all_to_all_single.default):
-            found.append((wait, started))
-    return found
 
 
 def _reads_none(node: Node) -> bool:

@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 from ark_torch.compile import experts
 from ark_torch.compile.analysis import aten
 from ark_torch.compile.choices import is_called, is_full, same
-from ark_torch.compile.graph_edits import VIEWS, NotFused, call, inherit, is_backward, tag
+from ark_torch.compile.graph_edits import VIEWS, NotFused, all_to_alls, call, inherit, is_backward, tag
 from ark_torch.compile.ir import Unsupported
 from ark_torch.compile.networks import Network, network_of
 
@@ -36,7 +36,7 @@ _OF_WEIGHTS = (
 def fuse(graph: Graph, device: str = "cuda") -> list[str]:
     """Like experts.fuse, for a joint graph."""
     told: list[str] = []
-    for wait, started in experts.exchanges(graph, device):
+    for wait, started in all_to_alls(graph, device):
         if is_backward(wait) or wait._erased:
             continue
         try:

@@ -11,6 +11,7 @@ from torch.fx.node import map_arg
 
 from ark_torch.compile.analysis import aten, tensor_of
 
+_functional = torch.ops._c10d_functional
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
@@ -66,6 +67,20 @@ def size_node(graph: Graph, size: torch.SymInt, before: Node) -> Node:
             if isinstance(n, torch.SymInt) and statically_known_true(n == size):
                 return call(graph, aten.sym_size.int, node, dim)
     raise NotFused("its sizes are symbolic")
+
+
+def all_to_alls(graph: Graph, device: str) -> list[tuple[Any, Any]]:
+    """All-to-alls of numbers on tensors of that device, as (wait, start) nodes."""
+    found = []
+    for wait in graph.nodes:
+        if wait.target is not _functional.wait_tensor.default:
+            continue
+        started, value = wait.args[0], tensor_of(wait)
+        if value is None or value.device.type != device or not value.dtype.is_floating_point:
+            continue
+        if getattr(started, "target", None) is _functional.all_to_all_single.default:
+            found.append((wait, started))
+    return found
 
 
 def alone(node: Node) -> None:

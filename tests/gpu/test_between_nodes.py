@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -206,11 +207,8 @@ def test_graphs(placement: tuple[int, ...], env: Env) -> None:
     run(_graph, placement, world=len(placement), env=env)
 
 
-def _alone(rank: Rank, placement: tuple[int, ...], how: str) -> str:
-    device, group = _begin(rank, placement, timeout=8.0 if how == "late" else 60.0)
-    x = torch.ones(1 << 20, device=device)
-    dist.all_reduce(x, group=group)
-    torch.cuda.synchronize()
+def _calls_until_it_fails(rank: Rank, device: torch.device, call: Callable[[], Any]) -> str:
+    """Calls until the last rank, which does not call, is missed. Returns the error."""
     rank.report("running")
     if rank.rank == rank.world_size - 1:
         rank.wait_for("go")
@@ -218,7 +216,7 @@ def _alone(rank: Rank, placement: tuple[int, ...], how: str) -> str:
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=f"rank {rank.world_size - 1}|waited for|is gone") as raised:
         for _ in range(1000):
-            dist.all_reduce(x, group=group)
+            call()
             torch.cuda.synchronize()
             time.sleep(0.05)
     assert time.monotonic() - began < 25
@@ -227,11 +225,10 @@ def _alone(rank: Rank, placement: tuple[int, ...], how: str) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("how", ["late", "killed"])
-@pytest.mark.parametrize("placement", PLACEMENTS[:2], ids=str)
-def test_a_peer_that_does_not_call(placement: tuple[int, ...], how: str, env: Env) -> None:
+def _lose_the_last(body: Callable[..., str], placement: tuple[int, ...], how: str, env: Env) -> list[str]:
+    """The errors of the others."""
     last = len(placement) - 1
-    with Job(_alone, len(placement), placement, how, destroy=False, env=env) as job:
+    with Job(body, len(placement), placement, how, destroy=False, env=env) as job:
         job.wait_all("running", timeout=120)
         if how == "killed":
             job.kill(last)
@@ -239,7 +236,21 @@ def test_a_peer_that_does_not_call(placement: tuple[int, ...], how: str, env: En
             job.wait_event(r, "ended", timeout=60)
         if how == "late":
             job.go(last, "go")
-        job.finish(60, list(range(last)))
+        return [str(outcome.value) for outcome in job.finish(60, list(range(last)))]
+
+
+def _alone(rank: Rank, placement: tuple[int, ...], how: str) -> str:
+    device, group = _begin(rank, placement, timeout=8.0 if how == "late" else 60.0)
+    x = torch.ones(1 << 20, device=device)
+    dist.all_reduce(x, group=group)
+    torch.cuda.synchronize()
+    return _calls_until_it_fails(rank, device, lambda: dist.all_reduce(x, group=group))
+
+
+@pytest.mark.parametrize("how", ["late", "killed"])
+@pytest.mark.parametrize("placement", PLACEMENTS[:2], ids=str)
+def test_a_peer_that_does_not_call(placement: tuple[int, ...], how: str, env: Env) -> None:
+    assert all(_lose_the_last(_alone, placement, how, env))
 
 
 def _layer(x: torch.Tensor, whole: torch.Tensor, weights: torch.Tensor, group: Any) -> list[torch.Tensor]:
@@ -314,33 +325,11 @@ def _alone_in_a_region(rank: Rank, placement: tuple[int, ...], how: str) -> str:
     call, _ = compiled(lambda x, group: -funcol.all_reduce(x * 2, "sum", group))
     x = torch.ones(5000, device=device)
     assert call(x, group).sum().item() == -10000 * rank.world_size
-    rank.report("running")
-    if rank.rank == rank.world_size - 1:
-        rank.wait_for("go")
-        return ""
-    began = time.monotonic()
-    with pytest.raises(RuntimeError, match=f"rank {rank.world_size - 1}|waited for|is gone") as raised:
-        for _ in range(1000):
-            call(x, group)
-            torch.cuda.synchronize()
-            time.sleep(0.05)
-    assert time.monotonic() - began < 25
-    assert torch.ones(4, device=device).sum().item() == 4  # the device goes on
-    rank.report("ended")
-    return str(raised.value)
+    return _calls_until_it_fails(rank, device, lambda: call(x, group))
 
 
 @pytest.mark.parametrize("how", ["late", "killed"])
 @pytest.mark.parametrize("placement", PLACEMENTS[:2], ids=str)
 def test_a_region_whose_peer_does_not_call(placement: tuple[int, ...], how: str, env: Env) -> None:
-    last = len(placement) - 1
-    with Job(_alone_in_a_region, len(placement), placement, how, destroy=False, env=env) as job:
-        job.wait_all("running", timeout=120)
-        if how == "killed":
-            job.kill(last)
-        for r in range(last):
-            job.wait_event(r, "ended", timeout=60)
-        if how == "late":
-            job.go(last, "go")
-        outcomes = job.finish(60, list(range(last)))
-    assert any("without the part of rank" in str(outcome.value) for outcome in outcomes), outcomes
+    errors = _lose_the_last(_alone_in_a_region, placement, how, env)
+    assert any("without the part of rank" in error for error in errors), errors
