@@ -45,7 +45,7 @@ def stub() -> str:
 def build(folder: Path) -> Path:
     """Compiles the program into the folder. Raises CalledProcessError on failure."""
     compiler = os.environ.get("CXX", "c++")
-    includes = [f"-I{REPO / path}" for path in ("csrc", "ark_torch/kernels", "benchmarks/dma")]
+    includes = [f"-I{REPO / path}" for path in ("csrc", "third_party", "ark_torch/kernels", "benchmarks/dma")]
     launcher = ["ccache"] if shutil.which("ccache") else []
 
     def compile_one(source: Path) -> Path:
