@@ -58,6 +58,9 @@ TEST(Lanes, BlocksShareAMessage) {
       EXPECT_GE(layout.results.bulk.depth, 4u);
       EXPECT_TRUE(std::has_single_bit(layout.results.bulk.depth));
       EXPECT_GE(layout.collectives.lines.lanes, blocks) << "landings have words for each";
+      EXPECT_GE(layout.transfers.bulk.lanes, 1u);
+      EXPECT_LE(layout.transfers.bulk.lanes, blocks);
+      EXPECT_LE(layout.transfers.bulk.lanes * 2 * (ranks - 1), 128u) << "transfers with all peers wait at once";
     }
   }
   EXPECT_EQ(ArenaLayout(2).collectives.bulk.lanes, 0u);
