@@ -3,6 +3,9 @@
 // and copies this rank's own message, one tells, and one takes. Messages go to slots, or straight to the buffer that
 // the peer has announced (landing.cuh). Both ends of every message must take this kernel.
 //
+// A thread starts only so many copies a second, and here a single one starts all of a direction. So a chunk takes two
+// slots, and starts at an even one.
+//
 // A transfer is a launch with one message, a send or a recv, and launches of several transfers run at once. So its
 // blocks take less shared memory (two fit on a multiprocessor), and its lanes are not paced, because the pace is that
 // of all of a rank's messages.
@@ -17,8 +20,9 @@
 namespace ark::device {
 
 inline constexpr int kBulkMoveThreads = 3 * 32;
+inline constexpr uint32 kMoveSlots = 2;
 // Shared memory of a block.
-constexpr uint32 bulk_move_bytes(bool transfer) {
+ARK_HOST_DEVICE constexpr uint32 bulk_move_bytes(bool transfer) {
   return transfer ? 13 * kBulkChunk : kBulkSharedBytes;
 }
 
@@ -26,15 +30,15 @@ constexpr uint32 bulk_move_bytes(bool transfer) {
 
 template <bool kTransfer>
 struct alignas(128) BulkMoveShared {
-  static constexpr int kWays = kTransfer ? 1 : 2;  // stages of the sender, and of the taker
-  static constexpr uint32 kMoved = kTransfer ? 12 : kBulkStages / 2;
-  char stages[kWays][kMoved][kBulkChunk];
-  uint64 full[kWays][kMoved];
+  static constexpr uint32 kWays = kTransfer ? 1 : 2;  // stages of the sender, and of the taker
+  static constexpr uint32 kStages = (kTransfer ? 12 : kBulkStages) / kMoveSlots / kWays;
+  char stages[kWays][kStages][kMoveSlots * kBulkChunk];
+  uint64 full[kWays][kStages];
   BulkWords words;
 
   // Called by one thread; a barrier of the block must follow.
   __device__ __forceinline__ void prepare() {
-    for (uint32 i = 0; i < kWays * kMoved; i++) barrier_init(&full[i / kMoved][i % kMoved], 1);
+    for (uint32 i = 0; i < kWays * kStages; i++) barrier_init(&full[i / kStages][i % kStages], 1);
     words = BulkWords{};
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     fence_async_shared();
@@ -44,8 +48,9 @@ struct alignas(128) BulkMoveShared {
 template <bool kTransfer>
 class BulkMove {
   using Shared = BulkMoveShared<kTransfer>;
+  using Share = BulkShare<kMoveSlots>;
   static_assert(sizeof(Shared) <= bulk_move_bytes(kTransfer));
-  // Groups of stores that may be in flight before the sender publishes the oldest: latency times bandwidth.
+  // Stores that may be in flight before the sender publishes the oldest: latency times bandwidth.
   static constexpr uint32 kLag = 6;
 
  public:
@@ -59,7 +64,10 @@ class BulkMove {
         ranks_(params.rings.ranks),
         thread_(BulkWarp::thread()),
         peer_(thread_ < ranks_ && thread_ != rank_) {
-    if (peer_) state_ = *ring_.state(thread_);
+    if (peer_) {
+      const RingState state = *ring_.state(thread_);
+      sent_ = even(state.sent), received_ = even(state.received);
+    }
     pace_ = *ring_.pace(blockIdx.x);
   }
 
@@ -72,72 +80,80 @@ class BulkMove {
     const uint32 apart = __ballot_sync(~0u, lands != nullptr);
     if (warp_.leads()) shared_.words.apart = apart;
     if (thread_ == rank_) lands = static_cast<char*>(p_.receive[rank_]);
-    const uint32 steps = most_steps(blockIdx.x), all = receivers();
-    const uint32 each = has_one_source() ? 1 : all;  // chunks a step; one source: a chunk is loaded once for all
+    const uint32 steps = most_steps(blockIdx.x), first = first_receiver();
+    // With one source, a chunk is loaded once for all receivers.
+    const uint32 receivers = ranks_ - (sent(rank_).bytes == 0 ? 1 : 0), each = has_one_source(first) ? 1 : receivers;
     BulkPace pace(ring_, shared_.words, pace_, most_steps(0));
     fence_async_global();
+    const auto step_of = [&](uint32 i) { return each == 1 ? i : i / each; };
     const bool done = bulk_pump(
         warp_, shared_.stages[0], shared_.full[0], steps * each,
-        [&](uint32 i) { return kTransfer || pace.may_begin(i / each); },
+        [&](uint32 i) { return kTransfer || pace.may_begin(step_of(i)); },
         [&](uint32 i) {
-          warp_.publish<0>(shared_.words, i / each);
+          warp_.publish<0>(shared_.words, step_of(i));
           return warp_.over();
         },
         [&](uint32 i, char* stage, uint64* full) {
-          const int to = each == 1 ? first_receiver() : receiver_of(i % each);
-          warp_.load(stage, full, static_cast<const char*>(p_.send[to]) + sent(to).at(i / each),
-                     sent(to).size(i / each));
+          const int to = receiver_of(each == 1 ? first : i % each);
+          warp_.load(stage, full, static_cast<const char*>(p_.send[to]) + sent(to).at(step_of(i)),
+                     sent(to).size(step_of(i)));
         },
         [&](uint32 i, const char* stage) {
-          const uint32 step = i / each, from = each == 1 ? 0 : i % each;
+          const uint32 step = step_of(i), from = each == 1 ? first : i % each;
+          const uint32 end = each == 1 && !kTransfer ? receivers : from + 1;
 #pragma unroll 1
-          for (uint32 d = from; d < (each == 1 ? all : from + 1); d++) {
+          for (uint32 d = from; d < end; d++) {
             if (!store(receiver_of(d), reinterpret_cast<uint64>(lands), step, stage)) return false;
           }
           if (warp_.leads()) bulk_commit();
-          if (i + 1 >= kLag) warp_.publish<kLag>(shared_.words, (i + 1 - kLag) / each);
+          if (i + 1 >= kLag) warp_.publish<kLag>(shared_.words, step_of(i + 1 - kLag));
           return true;
         });
     if (!done) return;
     warp_.publish<0>(shared_.words, steps);
     if (!kTransfer) pace.close();
-    if (peer_ && lands == nullptr) ring_.state(thread_)->sent = state_.sent + sent(thread_).steps();
+    // A transfer from the peer may run at once and advance the other count, so only what has changed is stored.
+    const uint32 own = peer_ && lands == nullptr ? sent(thread_).steps() : 0;
+    if (own != 0) ring_.state(thread_)->sent = sent_ + own * kMoveSlots;
     tell_landed(p_.rings, ranks_, apart);
   }
   __device__ __forceinline__ void tell() {
-    bulk_tell(ring_, shared_.words, state_.sent, peer_ ? sent(thread_).steps() : 0, most_steps(blockIdx.x), [&] {
+    bulk_tell<kMoveSlots>(ring_, shared_.words, sent_, peer_ ? sent(thread_).steps() : 0, most_steps(blockIdx.x), [&] {
       if (!kTransfer) BulkPace::look(ring_, shared_.words, pace_);
     });
   }
 
   __device__ __forceinline__ void take() {
     const uint32 landed = announce_landings(p_.rings, rank_, ranks_, [&](int from) { return p_.receive_bytes[from]; });
-    const auto share = [&](int from) { return taken(from, landed); };
+    const auto taken = [&](int from) {
+      return Share{(landed >> from & 1) != 0 ? 0 : p_.receive_bytes[from], blockIdx.x, gridDim.x};
+    };
     uint32 steps = 0;
 #pragma unroll 1
     for (int r = 0; r < ranks_; r++) {
-      if (r != rank_) steps = max(steps, share(r).steps());
+      if (r != rank_) steps = max(steps, taken(r).steps());
     }
-    constexpr int kOwn = Shared::kWays - 1;
-    if (!bulk_take(warp_, ring_, shared_.stages[kOwn], shared_.full[kOwn], rank_, ranks_, state_.received, steps, share,
-                   [&](int from) { return static_cast<char*>(p_.receive[from]); }))
+    constexpr uint32 kOwn = Shared::kWays - 1;
+    if (!bulk_take<kMoveSlots>(warp_, ring_, shared_.stages[kOwn], shared_.full[kOwn], rank_, ranks_, received_, steps,
+                               taken, [&](int from) { return static_cast<char*>(p_.receive[from]); }))
       return;
-    if (peer_ && (landed >> thread_ & 1) == 0)
-      ring_.state(thread_)->received = state_.received + taken(thread_, landed).steps();
+    const uint32 own = peer_ ? taken(thread_).steps() : 0;
+    if (own != 0) ring_.state(thread_)->received = received_ + own * kMoveSlots;
     await_landed(p_.rings, ranks_, landed);
   }
 
  private:
+  // The first slot that a chunk may take.
+  static __device__ __forceinline__ uint64 even(uint64 slots) {
+    return (slots + kMoveSlots - 1) / kMoveSlots * kMoveSlots;
+  }
   // What this rank sends; its own message only if it is not in place.
-  __device__ __forceinline__ BulkShare sent(int to) const {
+  __device__ __forceinline__ Share sent(int to) const {
     return sent(to, blockIdx.x);
   }
-  __device__ __forceinline__ BulkShare sent(int to, uint32 block) const {
+  __device__ __forceinline__ Share sent(int to, uint32 block) const {
     const bool in_place = to == rank_ && p_.send[to] == p_.receive[to];
     return {in_place ? 0 : p_.send_bytes[to], block, gridDim.x};
-  }
-  __device__ __forceinline__ BulkShare taken(int from, uint32 landed) const {
-    return {(landed >> from & 1) != 0 ? 0 : p_.receive_bytes[from], blockIdx.x, gridDim.x};
   }
   __device__ __forceinline__ uint32 most_steps(uint32 block) const {
     uint32 most = 0;
@@ -147,25 +163,24 @@ class BulkMove {
   }
   // Peers in rank order starting after this rank, and this rank last if it copies its own message.
   __device__ __forceinline__ int receiver_of(uint32 i) const {
-    return (rank_ + 1 + i) % ranks_;
+    const int to = rank_ + 1 + static_cast<int>(i);
+    return to < ranks_ ? to : to - ranks_;
   }
-  __device__ __forceinline__ uint32 receivers() const {
-    return ranks_ - (sent(rank_).bytes == 0 ? 1 : 0);
-  }
-  __device__ __forceinline__ int first_receiver() const {
-    int i = 0;
+  // The first that gets anything.
+  __device__ __forceinline__ uint32 first_receiver() const {
+    uint32 i = 0;
 #pragma unroll 1
     while (i < ranks_ - 1 && sent(receiver_of(i)).bytes == 0) i++;
-    return receiver_of(i);
+    return i;
   }
   // Whether every receiver gets the same bytes.
-  __device__ __forceinline__ bool has_one_source() const {
-    const int first = first_receiver();
+  __device__ __forceinline__ bool has_one_source(uint32 first) const {
+    const int of = receiver_of(first);
     bool one = true;
 #pragma unroll 1
     for (int r = 0; r < ranks_; r++) {
       const uint64 bytes = sent(r).bytes;
-      one = one && (bytes == 0 || (bytes == sent(first).bytes && p_.send[r] == p_.send[first]));
+      one = one && (bytes == 0 || (bytes == sent(of).bytes && p_.send[r] == p_.send[of]));
     }
     return one;
   }
@@ -174,13 +189,13 @@ class BulkMove {
   __device__ __forceinline__ bool store(int to, uint64 lands, uint32 step, const char* stage) {
     const uint32 bytes = sent(to).size(step);
     char* const place = reinterpret_cast<char*>(of_peer(lands, to));
-    const uint64 number = of_peer(state_.sent, to) + step;
+    const uint64 number = of_peer(sent_, to) + step * kMoveSlots;
     if (bytes == 0) return true;
     if (place != nullptr) {
       warp_.store(place + sent(to).at(step), stage, bytes);
       return true;
     }
-    if (!warp_.await_room(shared_.words, to, number, step)) return false;
+    if (!warp_.await_room<kMoveSlots>(shared_.words, to, number, step)) return false;
     if (warp_.leads()) bulk_store(ring_.slot(to, rank_, number), stage, padded(bytes));
     return true;
   }
@@ -190,9 +205,8 @@ class BulkMove {
   const BulkRing ring_;
   BulkWarp warp_;
   const int rank_, ranks_, thread_;
-  const bool peer_;  // whether this thread's number is a peer's rank; it then holds that peer's state
-  RingState state_{};
-  uint64 pace_ = 0;
+  const bool peer_;  // whether this thread's number is a peer's rank; it then holds that peer's counts, of slots
+  uint64 sent_ = 0, received_ = 0, pace_ = 0;
 };
 
 template <bool kTransfer>

@@ -75,17 +75,17 @@ __device__ __forceinline__ void tell_landed(const Rings& rings, int ranks, uint3
 }
 
 // Takes the share(r) of every peer r from the ring to out(r), step by step; `steps`: of the longest share. `received`:
-// steps of this thread's peer before this launch.
-template <uint32 kStages, class Share, class Out>
-__device__ __forceinline__ bool bulk_take(BulkWarp& warp, const BulkRing& ring, char (&stages)[kStages][kBulkChunk],
-                                          uint64* full, int rank, int ranks, uint64 received, uint32 steps, Share share,
-                                          Out out) {
+// slots of this thread's peer before this launch.
+template <uint32 kSlots = 1, uint32 kStages, class Share, class Out>
+__device__ __forceinline__ bool bulk_take(BulkWarp& warp, const BulkRing& ring,
+                                          char (&stages)[kStages][kSlots * kBulkChunk], uint64* full, int rank,
+                                          int ranks, uint64 received, uint32 steps, Share share, Out out) {
   const uint32 peers = ranks - 1;
   const int thread = BulkWarp::thread();
   uint64 there = 0;  // of this thread's peer
   fence_async_global();
   const auto sender_of = [&](uint32 i) { return static_cast<int>((rank + peers - i % peers) % ranks); };
-  const auto number_of = [&](uint32 i) { return of_peer(received, sender_of(i)) + i / peers; };
+  const auto number_of = [&](uint32 i) { return of_peer(received, sender_of(i)) + i / peers * kSlots; };
   return bulk_pump(
       warp, stages, full, steps * peers,
       [&](uint32 i) {
@@ -108,7 +108,7 @@ __device__ __forceinline__ bool bulk_take(BulkWarp& warp, const BulkRing& ring, 
         const uint64 number = number_of(i);
         if (bytes != 0) {
           // the slot has been read
-          if (warp.leads()) protocol::store_relaxed(*ring.credit(from, rank), number + 1);
+          if (warp.leads()) protocol::store_relaxed(*ring.credit(from, rank), number + kSlots);
           warp.store(out(from) + share(from).at(i / peers), stage, bytes);
         }
         if (warp.leads()) bulk_commit();

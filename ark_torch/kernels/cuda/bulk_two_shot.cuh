@@ -104,7 +104,7 @@ class BulkTwoShot {
 
   // Loads every rank's part to a stage.
   __device__ __forceinline__ void load() {
-    const BulkShare mine = share(kRank);
+    const BulkShare<> mine = share(kRank);
     const uint32 steps = mine.steps();
     fence_async_global();
     uint64 there = 0;  // of this thread's peer
@@ -143,7 +143,7 @@ class BulkTwoShot {
 
   __device__ __forceinline__ void add(int adder, Rule rule) {
     constexpr int kUnits = kBulkChunk / 16 / (32 * kBulkAdders);
-    const BulkShare mine = share(kRank);
+    const BulkShare<> mine = share(kRank);
     const uint32 steps = mine.steps();
     double factors[kRanks];
     ARK_UNROLL
@@ -206,7 +206,7 @@ class BulkTwoShot {
     if (!sends_to(kRank)) return;
     const uint32 landed = announce_landings(p_.results, kRank, kRanks, [&](int from) { return p_.bytes[from]; });
     const auto taken = [&](int from) {
-      return BulkShare{(landed >> from & 1) != 0 ? 0 : p_.bytes[from], blockIdx.x, gridDim.x};
+      return BulkShare<>{(landed >> from & 1) != 0 ? 0 : p_.bytes[from], blockIdx.x, gridDim.x};
     };
     if (!bulk_take(warp_, results_, shared_.taken, shared_.taken_full, kRank, kRanks, result_.received,
                    most_steps(landed), taken, [&](int from) { return static_cast<char*>(p_.out[from]); }))
@@ -217,10 +217,10 @@ class BulkTwoShot {
   }
 
  private:
-  __device__ __forceinline__ BulkShare share(int part) const {
+  __device__ __forceinline__ BulkShare<> share(int part) const {
     return share(part, blockIdx.x);
   }
-  __device__ __forceinline__ BulkShare share(int part, uint32 block) const {
+  __device__ __forceinline__ BulkShare<> share(int part, uint32 block) const {
     return {p_.bytes[part], block, gridDim.x};
   }
   __device__ __forceinline__ bool sends_to(int rank) const {
@@ -258,7 +258,7 @@ class BulkTwoShot {
 
   __device__ __forceinline__ bool hand_out_all(uint32 steps, uint64 lands) {
     constexpr uint32 kUnread = Shared::kSums - 2;  // stores that may not have read their stage yet
-    const BulkShare mine = share(kRank);
+    const BulkShare<> mine = share(kRank);
 #pragma unroll 1
     for (uint32 step = 0; step < steps; step++) {
       const uint32 stage = step % Shared::kSums, bytes = mine.size(step);

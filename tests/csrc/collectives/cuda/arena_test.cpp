@@ -42,7 +42,7 @@ TEST(Lanes, BlocksShareAMessage) {
     for (const uint64_t bytes : {uint64_t{0}, uint64_t{1}, uint64_t{8192}, uint64_t{8193}, uint64_t{1'000'003}}) {
       uint64_t sum = 0, end = 0;
       for (uint32_t block = 0; block < blocks; ++block) {
-        const device::BulkShare share{bytes, block, blocks};
+        const device::BulkShare<> share{bytes, block, blocks};
         for (uint32_t step = 0; step < share.steps(); ++step) {
           ASSERT_GT(share.size(step), 0u);
           sum += share.size(step), end = std::max(end, share.at(step) + share.size(step));
