@@ -91,6 +91,10 @@ TEST_P(NodesForms, EveryCollectiveOfEverySize) {
         aim(all);
         group.all_gather(what(Kind::all_gather), mine.data(), outs.data(), bytes);
         EXPECT_EQ(all, gathered) << count;
+        std::fill(all.begin(), all.end(), 0.0F);
+        std::copy(mine.begin(), mine.end(), all.begin() + static_cast<ptrdiff_t>(each) * me);
+        group.all_gather(what(Kind::all_gather), outs[me], outs.data(), bytes);  // as FSDP calls it
+        EXPECT_EQ(all, gathered) << count;
       }
       for (int root = 0; root < size; ++root) {
         const auto mine = values(me, each);
