@@ -17,7 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
 
-from ark_torch import env
+from ark_torch import _cost_files, env
 from ark_torch.compile import analysis, costs, inductor_fallback, regions, saved, tinygemm, workers
 from ark_torch.compile.assemble import Step, assemble, describe
 from ark_torch.compile.ir import Strided, Unsupported
@@ -291,14 +291,18 @@ def said_to_planner(
     """What a region is planned from: its graph, name and options."""
     told = saved.Told()
     lowering.graph.emit(told)
+    device = lowering.device.index if lowering.device.type == "cuda" else -1
+    record = costs.of_gpu(device, lowering.graph) if device >= 0 else _cost_files.Record()
     options = {
         "threads": threads,
-        "device": lowering.device.index if lowering.device.type == "cuda" else -1,
+        "device": device,
         "groups": lowering.graph.groups,
         "multi_step": multi_step,
         "cache": cache,
-        "caches": costs.of_caches(),
+        "caches": costs.of_caches(record),
         "measured_costs": costs.are_measured(),
+        "costs": dict(record.costs),
+        "costs_from": record.told,
         "dump_passes": env.read().dump_passes,
     }
     return told, name, options
