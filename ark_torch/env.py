@@ -359,9 +359,10 @@ class Settings:
         "ARK_COSTS",
         "choice",
         "measured",
-        "What torch.compile's plans for the CPU reckon with. measured: what work costs on this machine, measured at "
-        "the first compilation and kept in the cache folder. assumed: the same figures everywhere, so that plans, and "
-        "a cache that was filled elsewhere, do not depend on the machine.",
+        "What torch.compile's plans reckon with. measured: what work costs on this machine, kept in the cache folder; "
+        "a CPU is measured at the first compilation, a GPU by `ark tune --costs`, and until then it counts as an H200. "
+        "assumed: the same figures everywhere, so that plans, and a cache that was filled elsewhere, do not depend on "
+        "the machine.",
         choices=("measured", "assumed"),
     )
     trace: str = _variable(

@@ -112,8 +112,8 @@ class Calls:
 
     _usual, _measured, _way = staticmethod(build.make_region), staticmethod(costs.of_caches), POLICIES[0]
 
-    def _costs(self) -> dict[str, Any]:
-        return VARIANTS[self._way] if self._way in VARIANTS else self._measured()
+    def _costs(self, record: Any) -> dict[str, Any]:
+        return VARIANTS[self._way] if self._way in VARIANTS else self._measured(record)
 
     def _make(self, lowering: Any, name: str, threads: int, otherwise: Any, multi_step: bool, _: str) -> Alternatives:
         regions = {}

@@ -170,6 +170,31 @@ def low_bits_rows(load: Load) -> str:
     return f"{_scripts('on_gpus').origin(about)}\n\n{_scripts('low_bits_rows').table(about['rows'])}"
 
 
+def low_bits_cpu(load: Load) -> str:
+    about = load("low_bits_small_cpu")
+    head = f"{about['layers']} layers, activations in {about['dtype']}, position {about['position']}"
+    return f"{cpu_tables.origin(about)}; {head}.\n\n{_scripts('low_bits').table(about['rows'])}"
+
+
+def serving(load: Load, name: str) -> str:
+    about = load(name)
+    of_gpu = f"{about.get('gpus')}, PyTorch {about['versions']['torch']}, {about['date']}"
+    where = of_gpu if "gpus" in about else cpu_tables.origin(about)
+    return f"{where}; {about['dtype']}.\n\n{_scripts('serving').table(about['rows'])}"
+
+
+def once_measured(command: str, table: Callable[[Load], str]) -> Callable[[Load], str]:
+    """The table, or a sentence that says how to measure it while its file is not there."""
+
+    def told(load: Load) -> str:
+        try:
+            return table(load)
+        except FileNotFoundError:
+            return f"Not measured yet: `{command}`."
+
+    return told
+
+
 TABLES: dict[str, Callable[[Load], str]] = {
     "environment": lambda load: env.table(),
     "passes": lambda load: passes(),
@@ -190,6 +215,11 @@ TABLES: dict[str, Callable[[Load], str]] = {
     "pipeline-small": lambda load: _scripts("pipeline").table(load("pipeline_small")),
     "low-bits": low_bits,
     "low-bits-rows": low_bits_rows,
+    "low-bits-cpu": once_measured("python benchmarks/low_bits.py", low_bits_cpu),
+    "serving-cpu": once_measured("python benchmarks/serving.py", lambda load: serving(load, "serving_cpu")),
+    "serving-h200": once_measured(
+        "python benchmarks/serving.py --device cuda", lambda load: serving(load, "serving_h200")
+    ),
     "dma": lambda load: _scripts("dma").table(load("dma")),
     "fused": lambda load: _scripts("fused").table(load("fused")),
     "fused-ncu": lambda load: _scripts("fused_ncu").table(load("fused_ncu")),

@@ -150,10 +150,10 @@ template <class Visit>
 void each_field(Target& target, Visit&& visit) {
   visit("name", target.name), visit("workers", target.workers), visit("page_bytes", target.page_bytes);
   visit("pages", target.pages), visit("in_flight", target.in_flight), visit("packets", target.packets);
-  visit("packets_of_rows", target.packets_of_rows), visit("flops_per_us", target.flops_per_us);
-  visit("pointwise_per_us", target.pointwise_per_us), visit("bytes_per_us", target.bytes_per_us);
-  visit("cached_bytes_per_us", target.cached_bytes_per_us), visit("task_us", target.task_us);
-  visit("wait_us", target.wait_us), visit("costs", target.costs), visit("cache_bytes", target.caches.bytes);
+  visit("packets_of_rows", target.packets_of_rows), visit("costs", target.costs);
+  each_cost(target, visit);
+  each_tile_cost(target, visit);
+  visit("cache_bytes", target.caches.bytes);
   visit("kept_bytes", target.caches.kept_bytes), visit("plain_where_near", target.caches.plain_where_near);
   visit("states_first", target.caches.states_first), visit("reused_last", target.caches.reused_last);
   visit("stream_bytes", target.caches.stream_bytes);
@@ -200,6 +200,8 @@ std::unique_ptr<ark::compiler::Region> make_region(const GraphBuilder& builder, 
   settings.cache = ark::with_torch_errors([&] { return cache_choice(take(options, "cache", std::string("auto"))); });
   settings.caches = with_cache_costs({}, take(options, "caches", py::dict()));
   settings.measured_costs = take(options, "measured_costs", false);
+  settings.costs = take(options, "costs", settings.costs);
+  settings.costs_from = take(options, "costs_from", settings.costs_from);
   settings.dump_passes = take(options, "dump_passes", settings.dump_passes);
   if (options.contains("saved") && !options["saved"].is_none())
     settings.saved = saved_from(options["saved"], settings.cache);
@@ -339,16 +341,28 @@ void bind_plan(py::module_& m) {
       "The pipeline: each pass, for which targets, and what it leaves.");
   plan.def(
       "plan_for",
-      [](const GraphBuilder& builder, const std::string& name, int workers, const std::string& cache) {
+      [](const GraphBuilder& builder, const std::string& name, int workers, const std::string& cache,
+         const std::map<std::string, double>& costs) {
         py::gil_scoped_release no_gil;
         return ark::with_torch_errors([&] {
-          Target target = target_named(name, workers);
+          Target target = with_costs(target_named(name, workers), costs, "given");
           target.caching = cache_choice(cache);
           return to_json(make_plan(builder.graph, target));
         });
       },
       py::arg("graph"), py::arg("target"), py::arg("workers") = 0, py::arg("cache") = "auto",
-      "A plan for a target that may not be here, as JSON.");
+      py::arg("costs") = std::map<std::string, double>(), "A plan for a target that may not be here, as JSON.");
+  plan.def(
+      "costs_of",
+      [](const std::string& name) {
+        std::map<std::string, double> figures;
+        const auto note = [&](const char* figure, double value) { figures[figure] = value; };
+        const Target target = name == "cpu" ? target_named(name) : gpu_target(name, 1);
+        each_cost(target, note);
+        if (name != "cpu") each_tile_cost(target, note);
+        return figures;
+      },
+      py::arg("target"), "The built-in figures of what work costs, by name, of the CPU or a GPU's architecture.");
   plan.def(
       "cuda_source",
       [](const GraphBuilder& builder, const std::string& arch, int multiprocessors, bool multi_step,
@@ -388,6 +402,17 @@ void bind_plan(py::module_& m) {
       .def("function", &function_of, py::arg("otherwise"),
            "A function of the inputs as arguments that does the same, quicker; otherwise() where one is of a class "
            "derived from Tensor.")
+      .def(
+          "stamped",
+          [](Region& self, const std::vector<at::Tensor>& inputs) {
+            py::gil_scoped_release no_gil;
+            const auto stamps = with_region_errors([&] { return self.stamped(inputs); });
+            std::vector<std::tuple<uint64_t, uint64_t, uint64_t>> tasks;
+            for (const auto& one : stamps.tasks) tasks.emplace_back(one.came_ns, one.begin_ns, one.end_ns);
+            return tasks;
+          },
+          py::arg("inputs"),
+          "Runs a step; when each task's turn came, when it began after its waits, and when it ended, in ns.")
       .def("json", [](const Region& self) { return to_json(self.plan()); })
       .def("source", [](const Region& self) { return self.source(); })
       .def("saved", &saved_of, "What a process without a compiler needs: target, source and binary; option `saved`.")

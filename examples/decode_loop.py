@@ -1,7 +1,7 @@
 """A GPT-fast-like decoding loop: a prompt, then one compiled step a token, with weights of few bits if asked.
 
     python examples/decode_loop.py --quantize int8
-    python examples/decode_loop.py --device cuda --dtype bfloat16 --large --quantize int4 --beside inductor
+    python examples/decode_loop.py --device cuda --dtype bfloat16 --size large --quantize int4 --beside inductor
 
 As in GPT-fast and torchtune, the model keeps its caches, `prefill` runs once over the prompt, and `decode_one_token`
 is compiled and called with the position as a tensor, so one graph serves all of them. `--quantize` rewrites the linear
@@ -30,11 +30,17 @@ from llama.quantized import quantize
 TORCHAO = {"int8": "Int8WeightOnlyConfig", "float8": "Float8WeightOnlyConfig", "int4": "Int4WeightOnlyConfig"}
 
 
+CONFIGS = {
+    "tiny": LlamaConfig(hidden=256, layers=2, heads=4, kv_heads=2, ffn=768, vocabulary=256, max_len=128),
+    "small": LlamaConfig(hidden=1024, layers=8, heads=16, kv_heads=4, ffn=2816, vocabulary=8192, max_len=512),
+    # Llama 3.2 1B's sizes
+    "large": LlamaConfig(hidden=2048, layers=16, heads=32, kv_heads=8, ffn=8192, vocabulary=128256, max_len=1024),
+}
+
+
 def made(options: argparse.Namespace) -> nn.Module:
     torch.manual_seed(0)
-    config = LlamaConfig(hidden=256, layers=2, heads=4, kv_heads=2, ffn=768, vocabulary=256, max_len=128)
-    if options.large:  # Llama 3.2 1B's sizes
-        config = LlamaConfig(hidden=2048, layers=16, heads=32, kv_heads=8, ffn=8192, vocabulary=128256, max_len=1024)
+    config = CONFIGS[options.size]
     model: nn.Module = Llama(config).to(options.device, getattr(torch, options.dtype)).eval().requires_grad_(False)
     if options.torchao:
         import torchao.quantization as torchao
@@ -87,7 +93,6 @@ def main() -> int:
     parser = arguments(__doc__ or "")
     parser.add_argument("--quantize", choices=("int8", "int4", "float8", "float8-dynamic"))
     parser.add_argument("--torchao", action="store_true", help="let torchao quantize")
-    parser.add_argument("--large", action="store_true", help="a model with a billion weights")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
     parser.add_argument("--top-k", type=int, default=16)
@@ -98,7 +103,7 @@ def main() -> int:
     def same(expected: Any, result: Any) -> bool:
         if exact and options.quantize != "float8-dynamic":  # which rounds rows, so a last bit may change a code
             return torch.equal(expected, result)
-        return bool(((result >= 0) & (result < 256 if not options.large else result < 128256)).all())
+        return bool(((result >= 0) & (result < CONFIGS[options.size].vocabulary)).all())
 
     return 0 if compare(f"decoding, {weights}", "tokens/s", loop(options), options, same) else 1
 

@@ -47,10 +47,17 @@ def batches(texts: list[list[int]], size: int, multiple: int) -> list[tuple[list
     return made
 
 
+# Hidden and inner size, layers, heads: small is all-MiniLM-L6, large BERT-base.
+SIZES = {"tiny": (64, 128, 2, 4), "small": (384, 1536, 6, 12), "large": (768, 3072, 12, 12)}
+
+
 def encoding(options: argparse.Namespace) -> Callable[[Compile | None], Callable[[], tuple[Any, int]]]:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = transformers.BertModel(transformers.BertConfig(vocab_size=200, max_position_embeddings=64, **sizes))
+    hidden, inner, layers, heads = SIZES[options.size]
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    model = transformers.BertModel(
+        transformers.BertConfig(vocab_size=200, max_position_embeddings=64, num_attention_heads=heads, **sizes)
+    )
     model = model.to(options.device, getattr(torch, options.dtype)).eval()
     texts = sentences(options.sentences, 200)
     made = [

@@ -2,6 +2,7 @@
 
     python examples/huggingface.py                        # random weights; nothing is downloaded
     python examples/huggingface.py --model Qwen/Qwen2.5-0.5B --dtype bfloat16 --beside inductor
+    python examples/huggingface.py --device cuda --dtype bfloat16 --size large --beside inductor
 
 - generate: `cache_implementation="static"` and `CompileConfig(backend="ark")`; generate() compiles its own steps.
 - plain: the model's compiled forward pass and a StaticCache, which is what generate() does inside.
@@ -44,15 +45,27 @@ WORDS = [
 ]
 
 
+# Hidden and inner size, layers, heads, heads of keys and values, vocabulary: large is Llama 3.2 1B, or BERT-Large.
+LLAMAS = {
+    "tiny": (64, 160, 2, 4, 2, 128),
+    "small": (512, 1408, 8, 8, 4, 8192),
+    "large": (2048, 8192, 16, 32, 8, 128256),
+}
+BERTS = {"tiny": (64, 128, 2, 4), "small": (256, 1024, 4, 4), "large": (1024, 4096, 24, 16)}
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
 def language_model(options: argparse.Namespace) -> Any:
     if options.model:
         model = transformers.AutoModelForCausalLM.from_pretrained(options.model)
-    else:
-        sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4}
-        config = transformers.LlamaConfig(vocab_size=128, num_key_value_heads=2, max_position_embeddings=256, **sizes)
-        config.pad_token_id = config.eos_token_id = 0
-        model = transformers.LlamaForCausalLM(config)
-    return model.to(options.device, getattr(torch, options.dtype)).eval()
+        return model.to(options.device, getattr(torch, options.dtype)).eval()
+    *sizes, few, words = LLAMAS[options.size]
+    config = transformers.LlamaConfig(
+        vocab_size=words, num_key_value_heads=few, max_position_embeddings=256, **dict(zip(SIZES, sizes, strict=True))
+    )
+    config.pad_token_id = config.eos_token_id = 0
+    with torch.device(options.device):
+        return transformers.LlamaForCausalLM(config).to(getattr(torch, options.dtype)).eval()
 
 
 def generating(model: Any, options: argparse.Namespace) -> Callable[[Compile | None], Callable[[], tuple[Any, int]]]:
@@ -110,7 +123,7 @@ def classifying(options: argparse.Namespace) -> Callable[[Compile | None], Calla
     tokens = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     tokens.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="[PAD]", unk_token="[UNK]")
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = dict(zip(SIZES, BERTS[options.size], strict=True))
     config = transformers.BertConfig(vocab_size=len(words), max_position_embeddings=64, **sizes)
     model = transformers.BertForSequenceClassification(config).to(options.device, getattr(torch, options.dtype)).eval()
     texts = [" ".join(WORDS[(i + j) % len(WORDS)] for j in range(3 + i % 12)) for i in range(16)]

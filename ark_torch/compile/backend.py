@@ -3,8 +3,8 @@
 Training graphs go to Inductor whole, since there are no loop kernels for backward passes. So do graphs with symbolic
 sizes, and graphs without a part that ark can run. For the others the fastest of three is used (options.choose): ark's
 regions with Inductor for the rest, Inductor alone, as torch.compile without ark, and eager PyTorch. A known choice
-applies at once. Otherwise Inductor serves while serving.py decides in the background, or the first call decides
-(options.wait).
+applies at once, and so does one that is certain (certain.py). Otherwise Inductor serves while serving.py decides in the
+background, or the first call decides (options.wait).
 """
 
 from __future__ import annotations
@@ -142,6 +142,11 @@ def _fastest(
         if waits:
             costs.prepare()
         captured = Captured(graph_module, example_inputs, options, report)
+        if known is None and options.fallback and (reason := captured.certain()):
+            report.certain = reason
+            if not options.wait:
+                log.info("%s runs on ark, without being measured: %s", title, reason)
+                return _complete(captured, title)
     together, otherwise = None, "ark"
     if captured is not None and captured.collectives:
         otherwise = _unmeasured(captured.exchanged_rows, device, options)

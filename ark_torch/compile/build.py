@@ -17,8 +17,8 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
 
-from ark_torch import env
-from ark_torch.compile import analysis, costs, inductor_fallback, regions, saved, tinygemm, workers
+from ark_torch import _cost_files, env
+from ark_torch.compile import analysis, certain, costs, inductor_fallback, regions, saved, tinygemm, workers
 from ark_torch.compile.assemble import Step, assemble, describe
 from ark_torch.compile.ir import Strided, Unsupported
 from ark_torch.compile.lowering import CPU, Lowering
@@ -86,6 +86,12 @@ class Builder:
                         lowering.lower_all(piece.nodes)
                     lowering.finish(self._results(number))
                     self._lowered[number] = lowering
+
+    def certain(self) -> str:
+        """Why ark is certain to be the fastest, after lower(); "": it is not."""
+        if len(self._pieces) != 1 or set(self._lowered) != {0} or self._failed:
+            return ""
+        return certain.why(self._lowered[0].graph, self._device, self._threads)
 
     def compile_regions(self, stopped: Callable[[], bool] = lambda: False) -> None:
         for number, lowering in self._lowered.items():
@@ -291,14 +297,18 @@ def said_to_planner(
     """What a region is planned from: its graph, name and options."""
     told = saved.Told()
     lowering.graph.emit(told)
+    device = lowering.device.index if lowering.device.type == "cuda" else -1
+    record = costs.of_gpu(device, lowering.graph) if device >= 0 else _cost_files.Record()
     options = {
         "threads": threads,
-        "device": lowering.device.index if lowering.device.type == "cuda" else -1,
+        "device": device,
         "groups": lowering.graph.groups,
         "multi_step": multi_step,
         "cache": cache,
-        "caches": costs.of_caches(),
+        "caches": costs.of_caches(record),
         "measured_costs": costs.are_measured(),
+        "costs": dict(record.costs),
+        "costs_from": record.told,
         "dump_passes": env.read().dump_passes,
     }
     return told, name, options

@@ -129,6 +129,9 @@ class Captured:
 
         return ahead.callable_of(self._call)
 
+    def certain(self) -> str:
+        return self._made.certain()
+
     def compile_regions(self, stopped: Callable[[], bool] = lambda: False) -> None:
         with self.our_mistakes(stopped):
             self._made.compile_regions(stopped)

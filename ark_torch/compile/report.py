@@ -90,6 +90,7 @@ class GraphReport:
 
     nodes: int = 0
     choice: Choice | None = None
+    certain: str = ""  # why ark runs it without being measured, unless that is asked for
     pieces: list[PieceReport] = field(default_factory=list)
     fallbacks: list[Fallback] = field(default_factory=list)
     whole: str = ""  # why the whole graph went elsewhere
@@ -106,6 +107,8 @@ class GraphReport:
             return "\n".join([f"the whole graph runs on {self.whole_on}: {self.whole}", *told])
         operators, pieces = counted(self.nodes, "operator"), counted(len(self.pieces), "piece")
         lines = [f"{operators} in {pieces}, {counted(self.in_place, 'input')} updated in place"]
+        if self.certain:
+            lines.append(f"  ark runs it, by default without being measured: {self.certain}")
         if self.choice is not None:
             as_ark = "" if self.choice.runs_on == "ark" else "; as ark would run it:"
             lines[0] += f"; runs on {NAMES[self.choice.runs_on]}, measured {self.choice}{as_ark}"

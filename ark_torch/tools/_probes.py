@@ -17,12 +17,12 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ark_torch import _dispatch_files, _support, env
+from ark_torch import _cost_files, _dispatch_files, _support, env
 from ark_torch._version import __version__
 
 HERE = Path(__file__).resolve().parent
@@ -211,10 +211,22 @@ def cuda() -> Iterator[Row]:
     rows = [Row(**row) for row in json.loads(text)]
     yield from rows
     gpus = [row.found for row in rows if row.probe.startswith("gpu ")]
+    yield from costs_of({text.split(",")[0] for text in gpus})
     if len(gpus) > 1:
         missing = any(row.probe == "peer access" and row.state != OK for row in rows)
         yield from between_gpus(len(gpus), missing)
         yield from thresholds([text.split(",")[0] for text in gpus], nccl=not missing)
+
+
+def costs_of(models: Collection[str]) -> Iterator[Row]:
+    """What plans of compiled regions reckon with on GPUs that the built-in figures were not measured on."""
+    for model in sorted(models):
+        files = _cost_files.kept(model)
+        if files:
+            yield Row("costs", INFO, f"of compiled regions on {model}: {', '.join(files)}")
+        elif not _cost_files.is_built_in(model):
+            found = f"of compiled regions on {model}: as on {' and '.join(_dispatch_files.MEASURED)}"
+            yield Row("costs", INFO, found, "`ark tune --costs` on the idle machine measures this GPU's")
 
 
 def between_gpus(gpus: int, missing: bool) -> Iterator[Row]:

@@ -7,12 +7,16 @@ program, whose exit code is then 1.
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+
+SIZES = ("tiny", "small", "large")
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,13 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--beside", nargs="*", default=[], choices=("inductor",), help="who else is measured")
     parser.add_argument("--times", type=int, default=3, help="counted runs of each")
+    parser.add_argument(
+        "--size",
+        default="tiny",
+        choices=SIZES,
+        help="of the model with random weights: small for a CPU, large for a GPU",
+    )
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="append what was measured, a line of JSON for each")
     return parser
 
 
@@ -72,4 +83,8 @@ def compare(
         right = right and good
         told = "" if good else "   WRONG: not eager PyTorch's result"
         print(f"  {name:<10} {rate:10.1f} {unit}   {rate / base:5.2f}x{told}", flush=True)
+        if arguments.rows is not None:
+            row = {"what": title, "unit": unit, "by": name, "rate": rate, "right": good}
+            with arguments.rows.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row | {"size": arguments.size, "dtype": arguments.dtype}) + "\n")
     return right

@@ -118,6 +118,8 @@ class Region:
             "multi_step",
             "dump_passes",
             "measured_costs",
+            "costs",
+            "costs_from",
             "device",
             "cache",
             "caches",

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ark_torch import _dispatch_files, _support
+from ark_torch import _cost_files, _dispatch_files, _support
 from ark_torch.tools import _probe_cuda, _probes, doctor
 
 
@@ -203,6 +203,20 @@ def test_a_dispatch_of_first_use_is_told(monkeypatch: pytest.MonkeyPatch, tmp_pa
     path = _dispatch_files.remember("NVIDIA L40S", 2, "auto", ["one_shot_to"], {"one_shot_to": 4096}, {})
     (row,) = _probes.thresholds(["NVIDIA L40S"])
     assert row.found == f"measured at first use for NVIDIA L40S: {path}"
+
+
+@pytest.mark.quick
+def test_costs_of_a_gpu_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ARK_CACHE", str(tmp_path))
+    assert not list(_probes.costs_of(["NVIDIA H200"])), "the built-in figures are its own"
+    (row,) = _probes.costs_of({"NVIDIA L40S"})
+    assert row.found.endswith("on NVIDIA L40S: as on H100 and H200") and "ark tune --costs" in row.advice
+    path = _cost_files.remember("NVIDIA L40S", 142, _cost_files.Record({"task_us": 0.5}, {}, "now"), {})
+    (row,) = _probes.costs_of(["NVIDIA L40S"])
+    assert row.found.endswith(path) and not row.advice
+    Path(path).write_text("{}")
+    (row,) = _probes.costs_of(["NVIDIA L40S"])
+    assert "as on H100" in row.found
 
 
 @pytest.mark.quick

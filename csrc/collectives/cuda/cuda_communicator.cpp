@@ -129,10 +129,13 @@ std::unique_ptr<CudaCommunicator::Shared> CudaCommunicator::share(uint64_t bytes
   const auto compare = [&] {
     for (int peer = 0; peer < size_; ++peer) {
       if (meeting->card_of<ShareCard>(peer).fingerprint == fingerprint) continue;
-      throw Error(ErrorKind::mismatch,
-                  "rank " + std::to_string(peer) +
-                      " compiled a region with other collectives, or gave a fused operator other sizes",
-                  ErrorContext{rank_, peer, "", 0, "Run the same model, on the same sizes, on every rank."});
+      throw Error(
+          ErrorKind::mismatch,
+          "rank " + std::to_string(peer) +
+              " compiled a region with other collectives or other costs of work, or gave a fused operator other sizes",
+          ErrorContext{rank_, peer, "", 0,
+                       "Run the same model, on the same sizes, on every rank, with one cache folder or "
+                       "ARK_COSTS=assumed."});
     }
   };
   meeting->step(tell);

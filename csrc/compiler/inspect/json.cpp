@@ -11,6 +11,7 @@
 #include "compiler/graph/scalar_type.hpp"
 #include "compiler/inspect/json.hpp"
 #include "compiler/passes/cache_policy.hpp"
+#include "compiler/schedule/targets.hpp"
 #include "util/json_writer.hpp"
 
 namespace ark::compiler {
@@ -28,10 +29,9 @@ void write_target(JsonWriter& json, const Target& target) {
   json.field("name", target.name).field("workers", target.workers);
   json.field("page_bytes", target.page_bytes).field("pages", target.pages).field("in_flight", target.in_flight);
   json.field("bytes_in_flight", target.page_bytes * target.in_flight).flag("packets", target.packets);
-  json.key("flops_per_us").real(target.flops_per_us).key("pointwise_per_us").real(target.pointwise_per_us);
-  json.key("bytes_per_us").real(target.bytes_per_us);
-  json.key("cached_bytes_per_us").real(target.cached_bytes_per_us);
-  json.key("task_us").real(target.task_us).key("wait_us").real(target.wait_us);
+  const auto write = [&](const char* name, double figure) { json.key(name).real(figure); };
+  each_cost(target, write);
+  if (target.name != "cpu") each_tile_cost(target, write);
   json.field("costs", target.costs).field("cache", name_of(target.caching));
   json.field("cache_bytes", target.caches.bytes).close('}');
 }
@@ -54,6 +54,12 @@ void write_stages(JsonWriter& json, const Plan& plan) {
     json.key("flops").real(stage.flops).key("bytes").real(stage.bytes);
     json.field("tasks", tasks[index]).flag("replicated", replicated[index]);
     json.key("cost_us").real(cost[index]);
+    const auto* product = std::get_if<MatmulStage>(&stage.body);
+    if (product != nullptr && product->tile_columns > 0) {
+      json.key("tile").open('{').field("rows", product->tile_rows).field("columns", product->tile_columns);
+      json.field("depth", product->k).field("size", size_of(plan.graph.values()[product->a].type));
+      json.flag("finished", !product->finish.empty()).close('}');
+    }
     json.key("accesses").open('[');
     for (const Access& access : stage.accesses) {
       json.open('{').field("value", access.value).field("axis", access.axis).flag("write", access.write);

@@ -65,7 +65,7 @@ std::vector<Stage> tile_matmuls(Graph& graph, std::vector<Stage> stages, const T
     }
     TileShape tile{product->tile_rows, product->tile_columns};
     if (tile.rows == 0) {
-      const ChosenTile chosen = choose_tile(graph, *product, target.workers);
+      const ChosenTile chosen = choose_tile(graph, *product, target);
       tile = {chosen.rows, chosen.columns};
     }
     const int64_t units = wholes(product->m, kRowUnit), blocks = blocks_of(product->m, tile.rows);

@@ -16,11 +16,10 @@ namespace {
 
 using Kind = RowProgram::Instruction::Kind;
 
-constexpr int64_t kMostDepthParts = 5;   // a row program has no registers for more
-constexpr int64_t kDepthUnit = 64;       // depths that the kernel multiplies at once
-constexpr double kPartBytesPerUs = 8e6;  // bytes of partial results written and read again, on an H200
-constexpr double kWorthUs = 1;           // time that the extra stages must save
-constexpr int64_t kPieceBytes = 16;      // loaded at once: each part starts at a multiple
+constexpr int64_t kMostDepthParts = 5;  // a row program has no registers for more
+constexpr int64_t kDepthUnit = 64;      // depths that the kernel multiplies at once
+constexpr double kWorthUs = 1;          // time that the extra stages must save
+constexpr int64_t kPieceBytes = 16;     // loaded at once: each part starts at a multiple
 
 // Whether its parts can be summed: half types, and a dense result that fills a temporary.
 bool has_parts(const Graph& graph, const MatmulStage& product) {
@@ -67,15 +66,17 @@ struct DepthParts {
   int64_t count = 1;
   ChosenTile tile;
 };
-DepthParts choose_parts(const Graph& graph, const MatmulStage& product, int workers) {
-  DepthParts best{1, choose_tile(graph, product, workers)};
+DepthParts choose_parts(const Graph& graph, const MatmulStage& product, const Target& target) {
+  DepthParts best{1, choose_tile(graph, product, target)};
   best.tile.us -= kWorthUs;
   const int64_t units = (product.k + kDepthUnit - 1) / kDepthUnit;
   for (int64_t parts = 2; parts <= std::min(units, kMostDepthParts); ++parts) {
     MatmulStage part = product;
     part.k = (units + parts - 1) / parts * kDepthUnit;
-    ChosenTile tile = choose_tile(graph, part, workers, parts);
-    tile.us += static_cast<double>(2 * parts * product.m * product.n * size_of(ScalarType::f32)) / kPartBytesPerUs;
+    ChosenTile tile = choose_tile(graph, part, target, parts);
+    // Partial results are written and read again, from the second-level cache as operands are.
+    tile.us += static_cast<double>(2 * parts * product.m * product.n * size_of(ScalarType::f32)) /
+               target.tiles.all_bytes_per_us;
     if (tile.us < best.tile.us) best = {parts, tile};
   }
   return best;
@@ -116,7 +117,7 @@ std::vector<Stage> split_k(Graph& graph, std::vector<Stage> stages, const Target
   for (int at = 0; at < static_cast<int>(stages.size()); ++at) {
     const auto* product = std::get_if<MatmulStage>(&stages[at].body);
     const bool divisible = product != nullptr && has_parts(graph, *product);
-    const DepthParts parts = divisible ? choose_parts(graph, *product, target.workers) : DepthParts{};
+    const DepthParts parts = divisible ? choose_parts(graph, *product, target) : DepthParts{};
     const int reader = parts.count > 1 ? only_reader(graph, stages, at, graph.values()[product->out].buffer) : -1;
     if (reader < 0) {
       split.push_back(std::move(stages[at]));

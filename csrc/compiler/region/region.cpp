@@ -53,12 +53,13 @@ Target costs_of(const RegionOptions& options) {
         gpu_target(library.target().arch, options.workers > 0 ? options.workers : library.multiprocessors());
     target.caches = options.caches;
     target.caches.bytes = library.cache_bytes();
-    return target;
+    return with_costs(std::move(target), options.costs, options.costs_from);
   }
   Target target;
   if (const long bytes = ::sysconf(_SC_LEVEL3_CACHE_SIZE); bytes > 0)
     target.caches.bytes = target.caches.stream_bytes = bytes;
   target.workers = options.workers > 0 ? options.workers : at::get_num_threads();
+  if (!options.costs.empty()) return with_costs(std::move(target), options.costs, options.costs_from);
   return options.measured_costs ? with_measured_costs(target, host_compiler(), jit::settings().log) : target;
 }
 

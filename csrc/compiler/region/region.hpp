@@ -37,7 +37,10 @@ struct RegionOptions {
   CacheChoice cache = CacheChoice::automatic;
   CacheCosts caches = {};       // as measured; `bytes` is set from the device
   std::string dump_passes;      // folder for the state after each pass; empty: none
-  bool measured_costs = false;  // plan with this machine's measured costs instead of assumed ones
+  bool measured_costs = false;  // CPU: plan with this machine's measured costs instead of assumed ones
+  // Figures of what work costs, by name (targets.hpp), in place of the target's own, and where they come from.
+  std::map<std::string, double> costs;
+  std::string costs_from;
   // From another process: planned for that target, and its kernel loaded without a compiler.
   struct Saved {
     Target target;
@@ -59,6 +62,9 @@ class Region {
   // arguments[i] is the Value of input i; results[k] is the Value that spans output buffer k. Plans, validates,
   // compiles and loads. Throws Error.
   Region(Graph graph, std::vector<int> arguments, std::vector<int> results, const RegionOptions& options);
+
+  // Runs a step and returns when its tasks happened, by task. Waits for the step on a GPU.
+  StepStamps stamped(const std::vector<at::Tensor>& inputs);
 
   // Returns a new tensor for each output. Throws Error(invalid_argument) naming an argument that does not match what
   // was compiled, errors found by the kernel (an index out of range), and exceptions of a group's collective.

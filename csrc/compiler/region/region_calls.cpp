@@ -20,6 +20,9 @@ namespace {
 // The exception of a collective in the step that this thread runs.
 thread_local std::exception_ptr collective_failure;
 
+// Where the next step of this thread puts its stamps; nullptr: into the trace, if there is one.
+thread_local StepStamps* wanted_stamps = nullptr;
+
 }  // namespace
 
 // Runs on the thread that called run(), which rethrows the stored exception.
@@ -36,6 +39,7 @@ bool Region::run_collective(void* region, int32_t node, const void* input, void*
 // Failed steps are traced too, as far as they got.
 template <class Run>
 void Region::traced(Run&& run) {
+  if (StepStamps* const wanted = std::exchange(wanted_stamps, nullptr)) return run(wanted);
   Trace* trace = Trace::current();
   if (trace == nullptr) return run(nullptr);
   std::call_once(traced_once_, [this] { traced_ = std::make_shared<const TracedPlan>(plan_, options_.name); });
@@ -73,6 +77,18 @@ bool Region::run_cuda(const std::vector<at::Tensor>& inputs, void* const* pointe
   if (ranks_) return ranks_->launch([&](CUstream stream, const loop::Ranks& ranks) { step(stream, &ranks); });
   step(static_cast<CUstream>(native_stream(current_stream(device()))), nullptr);
   return true;
+}
+
+StepStamps Region::stamped(const std::vector<at::Tensor>& inputs) {
+  StepStamps stamps;
+  wanted_stamps = &stamps;
+  try {
+    run(inputs);
+  } catch (...) {  // perhaps before the step began
+    wanted_stamps = nullptr;
+    throw;
+  }
+  return stamps;
 }
 
 std::vector<at::Tensor> Region::run(const std::vector<at::Tensor>& inputs) {

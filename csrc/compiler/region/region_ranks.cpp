@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "collectives/cuda/between/nodes_communicator.hpp"
+#include "compiler/schedule/targets.hpp"
 #include "cuda/graph_owned.hpp"
 #include "cuda/loop/between.cuh"
 #include "process_group/process_group_ark.hpp"
@@ -49,10 +50,16 @@ void RegionRanks::set(const CudaCommunicator::Shared& shared) {
   ranks_.status = shared.status;
 }
 
+// Ranks must have the same collectives, and plans made with the same figures: those decide in which order products of
+// many depths are summed, so that results which ranks compute alike would differ in their last bits.
+uint64_t RegionRanks::fingerprint() const {
+  return kernel_.exchanges().fingerprint ^ digest_of_costs(kernel_.plan().target);
+}
+
 void RegionRanks::meet(CudaCommunicator& communicator) {
   const Exchanges& all = kernel_.exchanges();
   std::string why;
-  const auto shared = communicator.share(static_cast<uint64_t>(all.bytes), all.fingerprint, why);
+  const auto shared = communicator.share(static_cast<uint64_t>(all.bytes), fingerprint(), why);
   refused_ = shared == nullptr;
   if (refused_) return;
   set(*shared);
@@ -66,7 +73,7 @@ void RegionRanks::meet(NodesCommunicator& communicator) {
   shape.lanes = static_cast<uint32_t>(all.lanes), shape.slots = loop::kSlotsOfLane;
   shape.chunk_bytes = static_cast<uint64_t>(all.message_bytes);
   std::string why;
-  const auto shared = communicator.share(static_cast<uint64_t>(all.bytes), all.fingerprint, shape, why);
+  const auto shared = communicator.share(static_cast<uint64_t>(all.bytes), fingerprint(), shape, why);
   refused_ = shared == nullptr;
   if (refused_) return;
   set(*shared->here);

@@ -43,6 +43,7 @@ class RegionRanks {
   void raise_ended(const Error& left);
 
  private:
+  uint64_t fingerprint() const;  // of what ranks must have alike
   // Shares memory with the group's ranks.
   void meet(CudaCommunicator& communicator);
   void meet(NodesCommunicator& communicator);

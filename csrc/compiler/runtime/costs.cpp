@@ -1,12 +1,12 @@
 // Reads and writes the file of measured costs, and measures if there is none that fits. See costs.hpp.
 #include "compiler/runtime/costs.hpp"
 
-#include <cmath>
 #include <ctime>
 #include <fstream>
 #include <optional>
 
 #include "compiler/runtime/measure.hpp"
+#include "compiler/schedule/targets.hpp"
 #include "util/error.hpp"
 #include "util/json_reader.hpp"
 #include "util/json_writer.hpp"
@@ -15,16 +15,6 @@
 namespace ark::compiler {
 
 namespace {
-
-struct Figure {
-  const char* name;
-  double Target::*member;
-};
-constexpr Figure kFigures[] = {
-    {"flops_per_us", &Target::flops_per_us}, {"pointwise_per_us", &Target::pointwise_per_us},
-    {"bytes_per_us", &Target::bytes_per_us}, {"cached_bytes_per_us", &Target::cached_bytes_per_us},
-    {"task_us", &Target::task_us},           {"wait_us", &Target::wait_us},
-};
 
 // "AMD EPYC 9334, 25, 17, 1": name, family, model and stepping of the first processor.
 std::string processor() {
@@ -53,7 +43,7 @@ std::string text_of(const Target& target, const std::string& key) {
   JsonWriter json;
   json.open('{').field("schema", "ark_costs").field("key", key).field("processor", processor());
   json.field("workers", target.workers).field("measured", now());
-  for (const Figure& one : kFigures) json.key(one.name).real(target.*one.member);
+  each_cost(target, [&](const char* name, double figure) { json.key(name).real(figure); });
   json.close('}');
   return json.take() + "\n";
 }
@@ -62,11 +52,13 @@ std::string text_of(const Target& target, const std::string& key) {
 std::optional<Target> read(const std::string& text, const std::string& key, Target target) {
   const std::optional<JsonObject> stored = JsonObject::parse(text);
   if (!stored || stored->text("schema") != "ark_costs" || stored->text("key") != key) return std::nullopt;
-  for (const Figure& one : kFigures) {
-    const std::optional<double> value = stored->number(one.name);
-    if (!value || !std::isfinite(*value) || *value < 1e-3 || *value > 1e9) return std::nullopt;
-    target.*one.member = *value;
-  }
+  bool complete = true;
+  each_cost(target, [&](const char* name, double& figure) {
+    const std::optional<double> value = stored->number(name);
+    complete = complete && value && is_plausible(*value);
+    figure = value.value_or(figure);
+  });
+  if (!complete) return std::nullopt;
   target.costs = "measured " + stored->text("measured").value_or("");
   return target;
 }

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "compiler/graph/stage.hpp"
-#include "compiler/schedule/matmul_tile.hpp"
+#include "compiler/schedule/plan.hpp"
 
 namespace ark::compiler {
 
@@ -27,9 +27,9 @@ struct ChosenTile {
   int64_t rows = 0, columns = 0;
   double us = 0;
 };
-ChosenTile choose_tile(const Graph& graph, const MatmulStage& product, int workers, int64_t parts = 1);
+ChosenTile choose_tile(const Graph& graph, const MatmulStage& product, const Target& target, int64_t parts = 1);
 
 // Estimated time of this many columns of a product whose tile shape is set.
-double product_tiles_us(const Graph& graph, const MatmulStage& product, int64_t columns);
+double product_tiles_us(const Graph& graph, const MatmulStage& product, const TileCosts& costs, int64_t columns);
 
 }  // namespace ark::compiler

@@ -30,6 +30,18 @@ struct CacheCosts {
   int64_t stream_bytes = 0;
 };
 
+// What products of many rows cost, which a GPU multiplies tile by tile (matmul_tile.hpp). Figures of an H200.
+struct TileCosts {
+  double half_flops_per_us = 5.5e6;  // of one worker's multiplications: 16-bit types
+  double float_flops_per_us = 3e5;
+  double float8_flops_per_us = 8e6;  // assumed, not measured
+  double bytes_per_us = 7.4e4;       // operands that one worker brings to its tiles
+  double all_bytes_per_us = 8e6;     // that all workers bring together, from the second-level cache
+  double start_us = 2.3;             // filling the ring and a wait
+  double element_us = 4e-5;          // storing an element
+  double finished_us = 6e-5;         // additional per element with an epilogue (an activation)
+};
+
 // The machine a plan is made for.
 struct Target {
   std::string name = "cpu";  // "cpu", "sm_80", "sm_90a"
@@ -46,6 +58,7 @@ struct Target {
   double task_us = 0.2;              // overhead per task
   double wait_us = 0.5;              // from a signal to the end of the wait on another worker
   std::string costs = "assumed";     // for reports: where these figures come from
+  TileCosts tiles = {};
   CacheCosts caches = {};
   CacheChoice caching = CacheChoice::automatic;
 };

@@ -2,6 +2,9 @@
 // six pages of 16 KB in flight, packets for small results.
 #include "compiler/schedule/targets.hpp"
 
+#include <bit>
+#include <cmath>
+
 #include "util/error.hpp"
 
 namespace ark::compiler {
@@ -36,6 +39,40 @@ Target gpu_target(const std::string& arch, int multiprocessors) {
   target.wait_us = 1.5;
   target.caches.bytes = 50 << 20;
   return target;
+}
+
+bool is_plausible(double figure) {
+  return std::isfinite(figure) && figure >= 1e-7 && figure <= 1e10;
+}
+
+Target with_costs(Target target, const std::map<std::string, double>& figures, const std::string& from) {
+  if (figures.empty()) return target;
+  std::map<std::string, double*> known;
+  const auto note = [&](const char* name, double& figure) { known[name] = &figure; };
+  each_cost(target, note);
+  each_tile_cost(target, note);
+  for (const auto& [name, figure] : figures) {
+    const auto found = known.find(name);
+    if (found == known.end())
+      throw Error(ErrorKind::invalid_argument, "there is no figure '" + name + "' of what work costs");
+    if (!is_plausible(figure))
+      throw Error(ErrorKind::invalid_argument,
+                  "no machine's " + name + " is " + std::to_string(figure) + ": measure what work costs again");
+    *found->second = figure;
+  }
+  target.costs = from;
+  return target;
+}
+
+uint64_t digest_of_costs(const Target& target) {
+  uint64_t digest = 0;
+  const auto note = [&](const char*, double figure) {
+    digest = (digest ^ std::bit_cast<uint64_t>(figure)) * 0x9e3779b97f4a7c15u;
+    digest ^= digest >> 29;
+  };
+  each_cost(target, note);
+  each_tile_cost(target, note);
+  return digest;
 }
 
 }  // namespace ark::compiler

@@ -11,7 +11,7 @@ namespace ark::compiler {
 double tile_cost_us(const Graph& graph, const Stage& stage, const Target& target, int64_t begin, int64_t end) {
   const auto* matmul = std::get_if<MatmulStage>(&stage.body);
   if (matmul != nullptr && matmul->tile_columns > 0)
-    return product_tiles_us(graph, *matmul, end - begin) + target.task_us;
+    return product_tiles_us(graph, *matmul, target.tiles, end - begin) + target.task_us;
   const double part = static_cast<double>(end - begin) / static_cast<double>(std::max<int64_t>(1, stage.extent));
   double total = 0;   // bytes of all accesses
   double near = 0;    // bytes of those to temporaries

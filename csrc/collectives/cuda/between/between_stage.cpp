@@ -178,8 +178,11 @@ std::unique_ptr<GpuWindow> BetweenStage::region_window(const GpuWindow::Shape& s
                   ErrorContext{meeting.rank, peer, "", 0, "See that rank's error."});
     if (found.type != record.type || found.window != record.window)
       throw Error(ErrorKind::mismatch,
-                  "rank " + std::to_string(peer) + " compiled a region with other collectives, or other nodes",
-                  ErrorContext{meeting.rank, peer, "", 0, "Run the same model, on the same sizes, on every rank."});
+                  "rank " + std::to_string(peer) +
+                      " compiled a region with other collectives or other costs of work, or other nodes",
+                  ErrorContext{meeting.rank, peer, "", 0,
+                               "Run the same model, on the same sizes, on every rank, with the same costs "
+                               "(ARK_COSTS=assumed)."});
   };
   why.clear();
   auto remotes = meet(meeting, plan_, *setup_.store, record, window.get(), compare, why);
