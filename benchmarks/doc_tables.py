@@ -223,6 +223,10 @@ TABLES: dict[str, Callable[[Load], str]] = {
     "low-bits-rows": low_bits_rows,
     "low-bits-cpu": once_measured("python benchmarks/low_bits.py", low_bits_cpu),
     "many-rows": once_measured("python benchmarks/many_rows.py --device cuda", many_rows),
+    "loop-account-bert": once_measured(
+        "python benchmarks/loop_account.py --model bert-large",
+        lambda load: loop_account(load, "loop_account_bert-large_h200"),
+    ),
     "serving-cpu": once_measured("python benchmarks/serving.py", lambda load: serving(load, "serving_cpu")),
     "serving-h200": once_measured(
         "python benchmarks/serving.py --device cuda", lambda load: serving(load, "serving_h200")

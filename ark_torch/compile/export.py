@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -51,12 +52,15 @@ def export(
         )
         function = compiled.forward if isinstance(model, nn.Module) else compiled
         program = function.aot_compile((tuple(args), dict(kwargs or {})))
-        program.save_compiled_function(str(target), _outside(model))  # whole, or not at all
+        program.save_compiled_function(str(target), **_outside(model, program.save_compiled_function))
 
 
-def _outside(model: object) -> dict[str, object]:
-    """The module and its parts by name: programs that hold one are saved without it and loaded with the caller's."""
-    return {f"model.{name}": part for name, part in model.named_modules()} if isinstance(model, nn.Module) else {}
+def _outside(model: object, interface: Callable[..., Any]) -> dict[str, Any]:
+    """The module and its parts by name: a program that holds one is saved without it, and loaded with the caller's.
+    The first PyTorch to save programs has no such argument, and refuses these."""
+    if not isinstance(model, nn.Module) or "external_data" not in inspect.signature(interface).parameters:
+        return {}
+    return {"external_data": {f"model.{name}": part for name, part in model.named_modules()}}
 
 
 def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> Callable[..., Any]:
@@ -65,7 +69,9 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> Callab
     )
     with _interface(), open(path, "rb") as file:
         try:
-            function: Any = torch.compiler.load_compiled_function(file, external_data=_outside(model))
+            function: Any = torch.compiler.load_compiled_function(
+                file, **_outside(model, torch.compiler.load_compiled_function)
+            )
         except RuntimeError as error:
             if model is None and "external reference" in str(error):
                 raise TypeError(lacking) from None
