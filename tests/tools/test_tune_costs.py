@@ -262,6 +262,38 @@ def test_candidates_are_compiled_and_take_turns(monkeypatch: pytest.MonkeyPatch)
     assert found == {} and len(said) == 6
 
 
+def test_figures_that_make_slower_plans_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of tiles are judged by a prompt, on top of what a decoding step has kept."""
+    shapes = {"large": _tune_caches.Shape(128, 256, 64, 4), "prompt": _tune_caches.Shape(128, 256, 64, 4, rows=16)}
+    steps = _tune_caches.Steps(torch.device("cpu"), shapes, torch.float32)
+    measured = {"task_us": 0.3, "tile_start_us": 2.0}
+
+    def kept(large: float, prompt: float) -> tuple[dict[str, float], list[tuple[str, dict[str, float]]], list[str]]:
+        compiled: list[tuple[str, dict[str, float]]] = []
+        times = iter(({"without": 100.0, "with": large}, {"without": 100.0, "with": prompt}))
+        said: list[str] = []
+
+        def noted(step: str, caches: Any, figures: Any) -> Any:
+            compiled.append((step, dict(figures)))
+            return lambda: None
+
+        monkeypatch.setattr(steps, "compiled", noted)
+        monkeypatch.setattr(steps, "in_turns", lambda run, count: next(times))
+        return _tune_caches.kept(steps, measured, said.append), compiled, said
+
+    first, _ = steps.compiled("prompt", {}, {})(), steps.compiled("large", {}, {})()
+    assert first.shape == (1, 16, 128)
+    found, compiled, said = kept(100.5, 90.0)
+    assert found == measured and len(said) == 2 and "slower" not in "".join(said)
+    assert compiled == [
+        ("large", {}), ("large", {"task_us": 0.3}), ("prompt", {"task_us": 0.3}), ("prompt", measured)
+    ]  # fmt: skip
+    found, compiled, said = kept(120.0, 90.0)
+    assert found == {"tile_start_us": 2.0} and "slower, so the built-in ones stay" in said[0]
+    assert compiled[2:] == [("prompt", {}), ("prompt", {"tile_start_us": 2.0})]
+    assert kept(100.0, 102.0)[0] == {"task_us": 0.3}
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize(
     "arguments, complaint",
