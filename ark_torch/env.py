@@ -181,7 +181,7 @@ class Settings:
         "names",
         "",
         "The RDMA device (`rdma link`, `ibv_devices` list them). Several, or all: large messages go along all of them, "
-        "small ones by the first. Unset: the first with an active port.",
+        "small ones by the first. Unset: the nearest to the rank's GPU by PCI, else the first with an active port.",
     )
     rdma_port: int | str = _variable(
         "ARK_RDMA_PORT",

@@ -1,9 +1,9 @@
-"""Measures what communication costs a training step: GPT-2 XL and BERT-Large shapes over ark, over NCCL, and without.
+"""Measures what communication costs a training step: shapes of known models over ark, over NCCL, and without.
 
     python benchmarks/training.py --models gpt2-xl --modes graph ddp fsdp2 --ranks 2
 
-Sequence 384, batch 4 (GPT-2 XL) or 10 (BERT-Large) per GPU, bfloat16 autocast, float32 gradients, fused AdamW, blocks
-compiled by Inductor (plain modules; Hugging Face's unchanged). Modes:
+Sequence 384, batch 4 (GPT-2 XL, Llama 1B) or 10 (BERT-Large) per GPU, bfloat16 autocast, float32 gradients, fused
+AdamW, blocks compiled by Inductor (plain modules; Hugging Face's unchanged). Modes:
   captured        ark_torch.train.capture over each group (captured_NAME), beside DDP over NCCL as users run it; memory
   captured_fsdp2  the same for a model in fully_shard, beside FSDP2 over NCCL
   graph           the whole step in one CUDA graph; gradients in flat buckets of 50 MB, each all-reduced on a

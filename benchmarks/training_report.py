@@ -43,16 +43,19 @@ def tell(rank: Rank, rows: list[Row], about: Row, began: float) -> None:
 
 def table(about: dict[str, Any]) -> str:
     """Formats the table in docs/performance.md."""
+    peaks = any("peak_gb" in row for row in about["rows"])
     lines = [
         on_gpus.origin(about),
         "",
-        "| model | modules | mode | ranks | | step, ms | communication costs | times as fast as NCCL |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| model | modules | mode | ranks | | step, ms | communication costs | times as fast as NCCL |"
+        + (" peak of memory, GB |" if peaks else ""),
+        "| --- | --- | --- | --- | --- | --- | --- | --- |" + (" --- |" if peaks else ""),
     ]
     for row in about["rows"]:
         lines.append(
             f"| {row['model']} | {row['implementation']} | {row['mode']} | {row['ranks']} | {row['contender']} "
             f"| {row['step_ms']:.1f} | {row['cost']:.1%} | {row['faster']:.2f} |"
+            + (f" {row['peak_gb']:.1f} |" if "peak_gb" in row else " |" if peaks else "")
         )
     return "\n".join(lines)
 

@@ -22,10 +22,10 @@ SHARED = "arguments share memory that the graph writes, and those that it was co
 def written(ways: Sequence[Way], example_inputs: Sequence[Any]) -> list[int]:
     """Positions of the tensors that the graph writes."""
     try:
-        places = ways[0].written() if len(ways) == 1 else []
+        places = ways[0].written(len(example_inputs)) if len(ways) == 1 else []
     except AttributeError as error:  # AOTAutograd's record is private and may differ in other versions
         log.debug("every argument counts as written: %s", error)
-        places = list(range(ways[0].arguments))
+        places = list(range(len(example_inputs)))
     return [i for i in places if isinstance(example_inputs[i], torch.Tensor)]
 
 

@@ -16,10 +16,11 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, Node
 
 from ark_torch.compile.analysis import aten, tensor_of
-from ark_torch.compile.embeddings import MOVES, Exchange, in_chunks, moved, numbers, run, sources
-from ark_torch.compile.graph_edits import NotFused, all_to_alls, call, inherit, is_backward, shape_of, tag
+from ark_torch.compile.embeddings import MOVES, Exchange, in_chunks, moved, numbers, run, sources, tensors_read
+from ark_torch.compile.graph_edits import NotFused, all_to_alls, call, inherit, is_backward, tag
 from ark_torch.compile.ir import Unsupported
 from ark_torch.compile.operators.collectives import resolved
+from ark_torch.compile.trials import Trial
 
 _functional = torch.ops._c10d_functional
 _OF_TABLE = (aten._embedding_bag_backward.default, aten._embedding_bag_dense_backward.default)
@@ -52,7 +53,7 @@ def _fuse(graph: Graph, forward: Exchange) -> str:
         gradient, value = backward.gradient, backward.gradient.meta["val"]
         if not value.is_contiguous():
             gradient = call(graph, aten.clone.default, gradient, memory_format=torch.contiguous_format)
-        gradient = call(graph, aten.view.default, gradient, [forward.samples, sum(forward.tables), forward.columns])
+        gradient = call(graph, aten.view.default, gradient, [-1, sum(forward.tables), forward.columns])
         of_weights = any(node.target is _OF_WEIGHTS for node in backward.of_bags)
         made = call(graph, ark.embedding_bag_all_to_all_backward.default, gradient, *forward.arguments, of_weights)
         parts = {which: call(graph, getitem, made, which) for which in range(1 + of_weights)}
@@ -103,7 +104,8 @@ class _Backward:
             if any(user not in self.inside and user not in self.of_bags for user in node.users):
                 raise NotFused(f"{node.name}, a gradient, is read by others, too")
         with unset_fake_temporarily():
-            self._check_received(wait, after)
+            for trial in forward.trials:
+                self._check_received(wait, after, trial)
             self.gradient = self._sent_from(started)
 
     def table_of(self, node: Any) -> int:
@@ -111,14 +113,13 @@ class _Backward:
         given = set(node.all_input_nodes)
         return next(i for i, one in enumerate(self._calls) if any(user in given for user in one.users))
 
-    def _check_received(self, wait: Node, after: list[Node]) -> None:
-        forward = self._forward
-        mine, columns = len(self._calls), forward.columns
-        whole = numbers([mine], forward.world * forward.samples, columns)
-        got = in_chunks(torch.split(whole, forward.samples), forward.tables_first)
-        if got.numel() != wait.meta["val"].numel():
+    def _check_received(self, wait: Node, after: list[Node], trial: Trial) -> None:
+        forward, samples = self._forward, trial(self._forward.samples)
+        whole = numbers([len(self._calls)], forward.world * samples, forward.columns)
+        got = in_chunks(torch.split(whole, samples), forward.tables_first)
+        if got.numel() != math.prod(trial.shape(wait)):
             raise NotFused("its gradients are of another size")
-        values = run(after, {wait: got.view(shape_of(wait))})
+        values = run(after, {wait: got.view(trial.shape(wait))}, trial)
         for node in self.of_bags:
             value = values[node.all_input_nodes[0]]
             wanted = whole[:, self.table_of(node)]
@@ -130,28 +131,32 @@ class _Backward:
         forward = self._forward
         sent, received, sends, _ = started.args
         assert isinstance(sent, Node)
-        each, element = shape_of(sent), forward.samples * forward.columns
-        unit = math.prod(each[1:])
-        if [int(n) * unit for n in sends] != [count * element for count in forward.tables]:  # type: ignore[union-attr, arg-type]
-            raise NotFused("ranks do not send each other the gradients of whole tables")
-        if any(int(n) * unit != len(self._calls) * element for n in received):  # type: ignore[union-attr, arg-type]
-            raise NotFused("ranks do not get the gradients of equal numbers of samples")
-        wanted = numbers(forward.tables, forward.samples, forward.columns)
-        chunks = in_chunks(torch.split(wanted, forward.tables, 1), forward.tables_first)
+        for trial in forward.trials:
+            element, unit = trial(forward.samples) * forward.columns, math.prod(trial.shape(sent)[1:])
+            if [trial(n) * unit for n in sends] != [count * element for count in forward.tables]:  # type: ignore[union-attr]
+                raise NotFused("ranks do not send each other the gradients of whole tables")
+            if any(trial(n) * unit != len(self._calls) * element for n in received):  # type: ignore[union-attr]
+                raise NotFused("ranks do not get the gradients of equal numbers of samples")
         moves, roots = _moves_before([sent])
         for node in (*roots, *moves):
-            value = tensor_of(node)
-            if value is None or value.numel() != wanted.numel():
-                continue
-            values = {node: wanted.view(shape_of(node))}
-            known = {node}
-            for one in moves:
-                if all(n in known for n in _read_by(one)):
-                    known.add(one)
-            values = run([one for one in moves if one in known and one is not node], values)
-            if sent in values and bool((values[sent].reshape(-1) == chunks).all()):
+            if tensor_of(node) is not None and all(self._leads_to(sent, node, moves, one) for one in forward.trials):
                 return node
         raise NotFused("the gradients that are sent are not in the order of samples, ranks and tables")
+
+    def _leads_to(self, sent: Node, node: Node, moves: list[Node], trial: Trial) -> bool:
+        """Whether these moves put a tensor in the operator's order into the order in which it is sent."""
+        forward = self._forward
+        wanted = numbers(forward.tables, trial(forward.samples), forward.columns)
+        shape = trial.shape(node)
+        if math.prod(shape) != wanted.numel():
+            return False
+        known = {node}
+        for one in moves:
+            if all(n in known for n in _read_by(one)):
+                known.add(one)
+        values = run([one for one in moves if one in known and one is not node], {node: wanted.view(shape)}, trial)
+        chunks = in_chunks(torch.split(wanted, forward.tables, 1), forward.tables_first)
+        return sent in values and bool((values[sent].reshape(-1) == chunks).all())
 
 
 def _given(node: Node, name: str) -> Any:
@@ -182,4 +187,4 @@ def _read_by(node: Node) -> list[Node]:
     copied = moved(node)
     if copied is not None:
         return [copied]
-    return node.all_input_nodes if node.target in MOVES else []
+    return tensors_read(node) if node.target in MOVES else []

@@ -8,6 +8,7 @@ torch._dynamo guards everything that the record depends on: the modes of gradien
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,11 +25,20 @@ class Way:
         context = torch._guards.TracingContext.try_get()
         self._record = context.fw_metadata if context is not None else None
 
-    def written(self) -> list[int]:
-        """Positions of the arguments that the graph writes, among those of Dynamo's graph."""
+    def written(self, count: int) -> list[int]:
+        """Positions of the arguments that the graph writes, among the `count` ones of Dynamo's graph."""
+        everything = list(range(count))
         if self._record is None:
-            return list(range(self.arguments))
-        return [i for i, info in enumerate(self._record.input_info) if info.mutates_data]
+            return everything
+        writes = [info.mutates_data for info in self._record.input_info]
+        if len(writes) == count:
+            return [i for i in everything if writes[i]]
+        # The record is of plain tensors, and a subclass (a DTensor) counts for all that it consists of.
+        given = self._record.subclass_inp_meta
+        ends = list(itertools.accumulate(getattr(one, "arg_count", 1) for one in given))
+        if len(given) != count or ends[-1] != len(writes):
+            return everything
+        return [i for i in everything if any(writes[(ends[i - 1] if i else 0) : ends[i]])]
 
     def needs_no_wrapper(self, example_inputs: Sequence[Any]) -> bool:
         from torch._functorch._aot_autograd.schemas import OutputType, PlainTensorMeta

@@ -21,19 +21,21 @@ from ark_torch.compile import (
     graph_edits,
     networks,
     products,
+    trials,
 )
 from ark_torch.compile.report import GraphReport, log
 
 
 def fuse(graph: Graph, device: str = "cuda") -> list[str]:
-    return [one for pass_ in (experts, products, embeddings) for one in pass_.fuse(graph, device)]
+    # experts.py would look for counts of rows in the split sizes of pooled embeddings.
+    return [one for pass_ in (embeddings, experts, products) for one in pass_.fuse(graph, device)]
 
 
 def fuse_joint(graph: Graph, device: str = "cuda") -> list[str]:
     """Of a training graph before it is split, where the backward pass must follow the forward pass."""
     if not any(node.op == "placeholder" and "tangents" in str(node.target) for node in graph.nodes):
         return []
-    return [one for pass_ in (experts_training, embeddings_training) for one in pass_.fuse(graph, device)]
+    return [one for pass_ in (embeddings_training, experts_training) for one in pass_.fuse(graph, device)]
 
 
 def foretold(graph: Graph, target: str) -> list[str]:
@@ -77,5 +79,5 @@ class FuseJoint(CustomGraphPass):  # type: ignore[misc]
 
 def _hash() -> Any:
     modules = (choices, combining, embeddings, embeddings_training, expert_rows, experts, experts_training)
-    others = (graph_edits, networks, products)
+    others = (graph_edits, networks, products, trials)
     return get_hash_for_files((__file__, *(str(one.__file__) for one in (*modules, *others))))

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ark_torch import env, memory
+from ark_torch.distributed import locality
 
 log = logging.getLogger("ark_torch")
 if not log.handlers:
@@ -89,6 +90,8 @@ def complete(given: Any, settings: env.Settings | None = None) -> Any:
         options.flight_dump = settings.flight_dump
         options.dispatch, options.cuda_dispatch = load_dispatch(settings.dispatch)
         options.debug = settings.debug
+    if options.net != "gloo" and not options.rdma.device and not options.rdma.library:
+        options.rdma.device = nearest_nic()
     if dist.get_debug_level() == dist.DebugLevel.DETAIL:
         options.debug = True
     if settings.share_gpu:
@@ -131,6 +134,11 @@ def rdma_options(settings: env.Settings) -> Any:
         setattr(options, name, getattr(settings, f"rdma_{name}"))
     options.library = settings.rdma_library
     return options
+
+
+def nearest_nic() -> str:
+    """The RDMA device nearest to this rank's GPU; "" if unknown, or if there is no choice."""
+    return locality.nearest(locality.address_of_gpu()) if len(locality.active()) > 1 else ""
 
 
 Rule = tuple[str, str, str, int, int, int]

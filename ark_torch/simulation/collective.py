@@ -57,6 +57,7 @@ def gpu_choice(operation: str, size: int, ranks: int, dispatch: Mapping[str, int
     """CudaCommunicator's (algorithm, engine) for a whole tensor of `size` bytes."""
     part = size // ranks
     rings = "chunks" if part >= dispatch["chunks_from"] else "lines"
+    bulk_from = dispatch["bulk_move_from"]  # of one message
     sums = "bulk" if size >= dispatch["bulk_from"] else rings
     if operation == "all_reduce":
         if size <= dispatch["one_shot_to"]:
@@ -65,12 +66,15 @@ def gpu_choice(operation: str, size: int, ranks: int, dispatch: Mapping[str, int
     if operation == "reduce_scatter":
         return ("two_shot", "copy_engine") if part >= dispatch["reduce_scatter_engine_from"] else ("two_shot", sums)
     if operation in ("all_gather", "all_to_all"):
-        return ("move", "copy_engine") if part >= dispatch[f"{operation}_engine_from"] else ("move", rings)
+        moves = "bulk" if operation == "all_gather" and part >= bulk_from else rings
+        return ("move", "copy_engine") if part >= dispatch[f"{operation}_engine_from"] else ("move", moves)
     if size >= dispatch["broadcast_engine_from"]:
         return "from_root", "copy_engine"
     if ranks > 2 and size >= dispatch["relay_from"]:
         each = size // (ranks - 1)
         return "relay", "chunks" if each >= dispatch["chunks_from"] else "lines"
+    if size >= bulk_from:
+        return "from_root", "bulk"
     return "from_root", "chunks" if size >= dispatch["chunks_from"] else "lines"
 
 

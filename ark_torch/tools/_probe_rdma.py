@@ -11,7 +11,7 @@ import resource
 import torch
 
 from ark_torch import _C, env
-from ark_torch.distributed.group import rdma_options
+from ark_torch.distributed.group import nearest_nic, rdma_options
 
 
 def locked_memory() -> str:
@@ -36,6 +36,8 @@ def gpu_lines(options: _C.RdmaOptions) -> list[str]:
 def rows() -> list[dict[str, str]]:
     settings = env.read()
     options = rdma_options(settings)
+    near = "" if options.device or options.library else nearest_nic()
+    options.device = near or options.device
     chosen, reason, ports = _C._rdma_devices(options)
     if not chosen:
         advice = (
@@ -49,6 +51,7 @@ def rows() -> list[dict[str, str]]:
         chosen,
         f"a silent peer counts as lost after {budget} or up to four times that; ulimit -l: {locked_memory()}",
     ]
+    lines += [f"{near} is the nearest to this process's GPU; each rank takes its own"] if near else []
     lines += [f"{port}: {trouble or 'usable'}" for port, trouble in ports]
     lines += gpu_lines(options)
     advice = ""

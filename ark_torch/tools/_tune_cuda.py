@@ -54,6 +54,7 @@ FIELDS = (
     Field("bulk_from", False, False, tuple(1 << power for power in range(22, 30)), beside=True),
     Field("copy_engine_from", False, False, tuple(1 << power for power in range(22, 30)), beside=True),
     Field("reduce_scatter_engine_from", False, True, LARGE, "reduce_scatter", beside=True),
+    Field("bulk_move_from", False, True, LARGE, "all_gather", beside=True),
     Field("all_gather_engine_from", False, True, LARGE, "all_gather", beside=True),
     Field("registered_all_gather_engine_from", False, True, LARGE, "all_gather", beside=True, registered=True),
     Field("broadcast_engine_from", False, False, LARGE, "broadcast", beside=True),
@@ -70,6 +71,7 @@ FIELDS = (
 OTHERS = {
     "all_to_all_engine_from": {"broadcast_engine_from": ALWAYS},
     "bulk_from": {"copy_engine_from": NEVER},
+    "bulk_move_from": {"all_gather_engine_from": NEVER, "registered_all_gather_engine_from": NEVER},
     "landings_from": {"broadcast_engine_from": NEVER, "relay_from": NEVER},
 }
 

@@ -8,15 +8,16 @@ the same in each call: all replay, or all run eagerly.
 from __future__ import annotations
 
 import contextlib
+import json
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ark_torch.train import ddp, fsdp, graphs, inputs, models, optimizers, reasons, sizing
+from ark_torch.train import ddp, fsdp, graphs, held, inputs, models, optimizers, reasons, sizing
 from ark_torch.train.agreement import CAPTURE, EAGER, FAILED, REPLAY, Agreement
 from ark_torch.train.before import Before
 from ark_torch.train.buckets import Buckets
@@ -32,6 +33,8 @@ class _Graph:
     recording: graphs.Recording
     static: inputs.Static
     losses: Tensor
+    held: held.Held = field(default_factory=dict)
+    digest: int = 0  # of what it holds
 
 
 @dataclass
@@ -65,6 +68,9 @@ class CapturedStep:
         self._rates: optimizers.Rates | None = None
         self._shapes: dict[Any, _Shape] = {}
         self._told: set[str] = set()
+        self._options: Any = None  # of the optimizer in the last call
+        self._changing = 0  # calls in a row in which those changed
+        self._why_changed = ""
         self._sizing: sizing.Sizing | None = None
         self._host_state = ""  # why a graph would repeat stale host state
         self._loss_dtype = torch.float32
@@ -101,7 +107,7 @@ class CapturedStep:
             self._forget_graphs()  # a loaded state has other addresses than those in the graphs
         if self._sizing is not None and self._sizing.is_over():
             self._resize(self._sizing)
-        shape = self._shape_of(read)
+        shape = self._shape_of(read, self._options_now())
         plan = self._plan(shape, len(batches))
         if plan == EAGER and not self._never:
             return self._warm(shape, read)
@@ -190,7 +196,8 @@ class CapturedStep:
     def _warm(self, shape: _Shape, read: inputs.Batch) -> Tensor:
         """An eager step that a capture may follow; from the last warm-up call on, host state is compared around it."""
         watched = self._eager_calls + 1 >= self._warmup
-        before = reasons.HostState(self._step.subject.module, self._device) if watched else None
+        step = self._step
+        before = reasons.HostState(step.subject.module, step.optimizer, self._device) if watched else None
         losses = self._eagerly(read, self._why_eager(shape))
         shape.seen = True
         self._eager_calls += 1
@@ -223,24 +230,37 @@ class CapturedStep:
         if self._eager_calls < self._warmup:
             return f"eager call {self._eager_calls + 1} of {self._warmup} before the first capture"
         if not shape.seen:
-            return "the first batch of this shape"
+            return self._why_changed or "the first batch of this shape"
         return "another rank runs this call eagerly" if shape.graph or not self._full() else self._too_many()
 
     def _full(self) -> bool:
         return sum(one.graph is not None for one in self._shapes.values()) >= self._max_shapes
 
-    def _shape_of(self, read: inputs.Batch) -> _Shape:
+    def _shape_of(self, read: inputs.Batch, options: Any) -> _Shape:
         kind = self._device.type
         key = (
             read.key,
             bytes(module.training for module in self._modules),
-            optimizers.numbers(self._step.optimizer),
+            options,
             (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
         )
         if key not in self._shapes and len(self._shapes) >= 8 * self._max_shapes:
-            self._say("batches have too many shapes and constants: pad to few lengths, and pass numbers as tensors")
+            self._say(
+                self._why_changed
+                or "batches have too many shapes and constants: pad to few lengths, and pass numbers as tensors"
+            )
             self._shapes = {known: shape for known, shape in self._shapes.items() if shape.graph is not None}
         return self._shapes.setdefault(key, _Shape())
+
+    def _options_now(self) -> Any:
+        """The optimizer's options. Says so if a scheduler changes them with every call, so that none is captured."""
+        options = optimizers.numbers(self._step.optimizer)
+        self._why_changed = optimizers.changed(self._options, options) if self._options is not None else ""
+        self._options = options
+        self._changing = self._changing + 1 if self._why_changed else 0
+        if self._changing == self._warmup:
+            self._say(self._why_changed)
+        return options
 
     def _too_many(self) -> str:
         return f"more than max_shapes={self._max_shapes} shapes of batch: this one runs eagerly"
@@ -257,12 +277,14 @@ class CapturedStep:
         if self._agreement is None:
             told = [mine]
         else:
-            values = self._agreement.everyone(4 * count + mine)
-            for rank, value in enumerate(values):
-                if value // 4 != values[0] // 4:
+            digest = shape.graph.digest if shape.graph is not None else 0
+            values = self._agreement.everyone(digest << 31 | 4 * count + mine)
+            counts = [value % (1 << 31) // 4 for value in values]
+            for rank, steps in enumerate(counts):
+                if steps != counts[0]:
                     raise ValueError(
-                        f"ark: [rank {self._agreement.rank}] train.capture: {value // 4} steps in this call on rank "
-                        f"{rank} and {values[0] // 4} on rank 0: pass as many batches on all ranks."
+                        f"ark: [rank {self._agreement.rank}] train.capture: {steps} steps in this call on rank "
+                        f"{rank} and {counts[0]} on rank 0: pass as many batches on all ranks."
                     )
             told = [value % 4 for value in values]
         if FAILED in told:
@@ -270,8 +292,12 @@ class CapturedStep:
             return EAGER
         if EAGER in told:
             return EAGER
-        if CAPTURE in told and mine == REPLAY:
-            self._settle_captures("")
+        if CAPTURE in told:
+            if mine == REPLAY and not self._settle_captures("", shape.graph):
+                return EAGER
+        elif self._agreement is not None and len({value >> 31 for value in values}) > 1:
+            self._give_up(self._difference(shape.graph))
+            return EAGER
         return mine
 
     # ---- Graphs
@@ -289,7 +315,12 @@ class CapturedStep:
                 self._break_off()
                 before.restore()
             before.restore_host()
-        return self._settle_captures(why)
+        captured = shape.graph is not None
+        if self._settle_captures(why, shape.graph):
+            return True
+        if captured:
+            before.restore()
+        return False
 
     def _recorded(self, recorder: graphs.Recorder, read: inputs.Batch, count: int) -> _Graph:
         step = self._step
@@ -304,19 +335,35 @@ class CapturedStep:
                 losses[number].copy_(step.run(micro_batches, captured=True))
 
         sums = step.buckets.sums if step.buckets is not None else None
+        group = step.subject.group
+        watch = held.Watch(group, self._device) if group is not None else None
         with sums.recording(count) if sums is not None else contextlib.nullcontext():
-            return _Graph(recorder.record(body), static, losses)
+            graph = _Graph(recorder.record(body), static, losses)
+        if watch is not None:
+            graph.held = watch.held()
+            graph.digest = held.digest(graph.held)
+        return graph
 
-    def _settle_captures(self, why: str) -> bool:
-        """Whether the capture succeeded on all ranks that tried."""
+    def _settle_captures(self, why: str, graph: _Graph | None) -> bool:
+        """Whether the capture succeeded on all ranks that tried, with the same collectives in each graph."""
         if self._agreement is None:
             if why:
                 self._give_up(why)
             return not why
-        if FAILED in self._agreement.everyone(FAILED if why else REPLAY):
+        digest = graph.digest if graph is not None else 0
+        values = self._agreement.everyone(digest << 31 | (FAILED if why else REPLAY))
+        if FAILED in [value % 4 for value in values]:
             self._give_up(why)
             return False
+        if len(set(values)) > 1:
+            self._give_up(self._difference(graph))
+            return False
         return True
+
+    def _difference(self, graph: _Graph | None) -> str:
+        """What this call's graphs hold on one rank and not on another."""
+        assert self._agreement is not None and graph is not None
+        return held.difference([json.loads(text) for text in self._agreement.share(json.dumps(graph.held))])
 
     def _give_up(self, why: str) -> None:
         """Stops capturing on all ranks; `why` is this rank's own reason, or ""."""

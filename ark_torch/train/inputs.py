@@ -35,6 +35,7 @@ class Batch:
 
 
 _TENSOR = object()
+SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 def read(batch: Any, shown: tuple[bool, bool]) -> Batch:
@@ -48,6 +49,11 @@ def read(batch: Any, shown: tuple[bool, bool]) -> Batch:
     key: list[Hashable] = [str(spec)]
     for path, leaf in with_paths:
         if isinstance(leaf, Tensor):
+            if leaf.layout in SPARSE:
+                raise TypeError(
+                    f"ark: train.capture: batch{_place(path, shown)} is a sparse tensor ({leaf.layout}), whose parts "
+                    "change their sizes: pass its indices and values, and make it in loss(), or pass a dense tensor."
+                )
             tensors.append(leaf.detach())
             leaves.append(_TENSOR)
             key.append((leaf.dtype, tuple(leaf.shape), leaf.stride(), leaf.layout))
@@ -56,12 +62,16 @@ def read(batch: Any, shown: tuple[bool, bool]) -> Batch:
             hint = (
                 "dict(batch)" if isinstance(leaf, Mapping) else "tensors, numbers, strings and None, in lists and dicts"
             )
-            known = [part for level, part in enumerate(path) if level >= 2 or shown[level]]
-            place = pytree.keystr(tuple(known))
+            place = _place(path, shown)
             raise TypeError(f"ark: train.capture: batch{place} is a {type(leaf).__name__}: pass {hint}.")
         leaves.append(leaf)
         key.append((type(leaf).__name__, leaf))
     return Batch(tensors, leaves, spec, tuple(key))
+
+
+def _place(path: Any, shown: tuple[bool, bool]) -> str:
+    """Where in the caller's batch a leaf is."""
+    return str(pytree.keystr(tuple(part for level, part in enumerate(path) if level >= 2 or shown[level])))
 
 
 def _is_constant(leaf: Any) -> bool:

@@ -138,6 +138,12 @@ def _group_of(group: Any) -> Any:
 
 
 def device_of(model: nn.Module) -> torch.device:
+    lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.UninitializedParameter)]
+    if lazy:
+        raise ValueError(
+            f"ark: train.capture: the shape of parameter {lazy[0]!r} is not known before the model's first call: call "
+            "it once with a batch, then make the optimizer, then capture()."
+        )
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise ValueError("ark: train.capture: model has no parameter that requires a gradient: nothing to train.")

@@ -112,10 +112,26 @@ def check(optimizer: Any, trained: list[Tensor]) -> None:
         )
 
 
-def numbers(optimizer: Optimizer) -> tuple[Any, ...]:
-    """The options that a graph bakes in: all except parameters and rates that are tensors."""
+def numbers(optimizer: Optimizer) -> tuple[tuple[tuple[str, Any], ...], ...]:
+    """The options that a graph bakes in, by group: all except parameters and rates that are tensors."""
     names = [name for name in optimizer.defaults if name != "params"]
-    return tuple(tuple(group[name] for name in names if _plain(group.get(name))) for group in optimizer.param_groups)
+    return tuple(
+        tuple((name, group[name]) for name in names if _plain(group.get(name))) for group in optimizer.param_groups
+    )
+
+
+def changed(before: tuple[tuple[tuple[str, Any], ...], ...], now: tuple[tuple[tuple[str, Any], ...], ...]) -> str:
+    """A sentence about the first option that differs; "" if none does."""
+    for one, other in zip(before, now, strict=True):
+        earlier = dict(one)
+        for name, value in other:
+            if earlier.get(name) != value:
+                hint = ", as with cycle_momentum=False" if name in ("betas", "momentum") else ""
+                return (
+                    f"the optimizer's {name} changed from {earlier.get(name)!r} to {value!r}, and each value needs a "
+                    f"graph of its own: keep it{hint}"
+                )
+    return ""
 
 
 def _plain(value: Any) -> bool:

@@ -18,9 +18,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 # Folders of code that is not the user's: the innermost frame outside of them is reported.
 NOT_THE_USERS = (str(Path(__file__).parent) + os.sep, str(Path(torch.__file__).parent) + os.sep)
+
+NOTES = ("_opt_called", "_step_count")  # what schedulers write into an optimizer
 
 
 def of(error: BaseException) -> str:
@@ -77,10 +80,11 @@ def _expression(frame: traceback.FrameSummary) -> str:
 class HostState:
     """Host state that a step may have changed; a graph would repeat the old state."""
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, optimizer: Optimizer, device: torch.device) -> None:
+        self._module, self._optimizer = module, optimizer
         self._random = _random_states(device)
         self._attributes = _attributes(module)
+        self._of_optimizer = _numbers(optimizer)
 
     def changed(self, device: torch.device) -> str:
         """A sentence about a difference from now; "" if there is none."""
@@ -90,6 +94,10 @@ class HostState:
         for name, (before, after) in _pairs(self._attributes, _attributes(self._module)):
             if before != after:
                 return f"the step changes the model's {name!r} from {before!r} to {after!r}, which a graph would not"
+        for name, (before, after) in _pairs(self._of_optimizer, _numbers(self._optimizer)):
+            if before != after:
+                kind = type(self._optimizer).__name__
+                return f"{kind} changes its {name} from {before!r} to {after!r} on the host, which a graph would not"
         return ""
 
 
@@ -115,3 +123,14 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
         for name, value in one.__dict__.items()
         if isinstance(value, (bool, int, float, str)) and name != "training"
     }
+
+
+def _numbers(optimizer: Optimizer) -> dict[str, Any]:
+    """Numbers and strings stored in an optimizer, its groups and its states, except PyTorch's own notes."""
+    found = {repr(name): value for name, value in optimizer.__dict__.items() if name not in NOTES}
+    for number, group in enumerate(optimizer.param_groups):
+        found |= {f"param_groups[{number}][{name!r}]": value for name, value in group.items() if name != "params"}
+    for number, state in enumerate(optimizer.state.values()):
+        if isinstance(state, dict):
+            found |= {f"state[{number}][{name!r}]": value for name, value in state.items()}
+    return {name: value for name, value in found.items() if isinstance(value, (bool, int, float, str, tuple))}

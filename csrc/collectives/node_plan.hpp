@@ -33,6 +33,7 @@ class NodePlan {
   const std::vector<int>& foreign() const { return foreign_; }
   bool flat() const { return members_.size() == node_.size(); }  // one rank per node
   int rails() const { return rails_; }
+  bool has_rail() const { return local() < rails_; }  // this rank
   int most_in_node() const { return most_in_node_; }
   // The most ranks, including itself, that any rank represents.
   int most_stood_for() const { return most_stood_for_; }

@@ -231,6 +231,8 @@ int ProcessGroupArk::regions_over_nodes(std::string& why) const {
     why = "no RDMA between them (ARK_NET=rdma)";
   else if (const std::string shape = BetweenStage::why_not(plan); !shape.empty())
     why = shape;
+  else if (const std::string uneven = BetweenStage::no_regions(plan); !uneven.empty())
+    why = uneven;
   else if (!plan.flat() && (options_->sums.flat || options_->sums.input_partials))
     why = "sums in another order than that of nodes with float32 partials (ARK_ORDER, ARK_PARTIALS)";
   return why.empty() ? plan.nodes() : 0;

@@ -17,15 +17,20 @@ from torch import Tensor
 
 pytestmark = [ark_only]
 SAMPLES, COLUMNS = 6, 4
+BATCHES = (SAMPLES, 9, 2)  # of one graph
 Pooled = list[Tensor]
 Form = Callable[[Pooled, list[int], int], Any]  # pooled rows of this rank's tables, tables of each rank, this rank
+
+
+def _samples(pooled: Pooled, tables: list[int]) -> int:
+    return pooled[0].shape[0] // len(tables)
 
 
 def _stacked(pooled: Pooled, tables: list[int], _: int) -> Tensor:
     """DLRM's form: [bags, tables, columns] to all, then samples to the front."""
     y = funcol.all_to_all_single(torch.stack(pooled, 1), None, None, "0")
-    world, count = len(tables), tables[0]
-    return y.view(world, SAMPLES, count, COLUMNS).permute(1, 0, 2, 3).reshape(SAMPLES, world * count, COLUMNS)
+    world, count, samples = len(tables), tables[0], _samples(pooled, tables)
+    return y.view(world, samples, count, COLUMNS).permute(1, 0, 2, 3).reshape(samples, world * count, COLUMNS)
 
 
 def _side_by_side(pooled: Pooled, tables: list[int], _: int) -> Tensor:
@@ -33,30 +38,32 @@ def _side_by_side(pooled: Pooled, tables: list[int], _: int) -> Tensor:
     y = torch.empty_like(x)
     dist.all_to_all_single(y, x)
     world, count = len(tables), tables[0]
-    return y.view(world, SAMPLES, count * COLUMNS).transpose(0, 1).reshape(SAMPLES, -1).relu()
+    return y.view(world, -1, count * COLUMNS).transpose(0, 1).reshape(len(y) // world, -1).relu()
 
 
 def _table_first(pooled: Pooled, tables: list[int], _: int) -> Tensor:
-    world, count = len(tables), tables[0]
-    x = torch.stack(pooled).view(count, world, SAMPLES, COLUMNS).transpose(0, 1).contiguous()
+    world, count, samples = len(tables), tables[0], _samples(pooled, tables)
+    x = torch.stack(pooled).view(count, world, samples, COLUMNS).transpose(0, 1).contiguous()
     y = funcol.all_to_all_single(x, None, None, "0")
-    return y.view(world, count, SAMPLES, COLUMNS).permute(2, 0, 1, 3).reshape(SAMPLES, -1)
+    return y.view(world, count, samples, COLUMNS).permute(2, 0, 1, 3).reshape(samples, -1)
 
 
 def _uneven(pooled: Pooled, tables: list[int], rank: int) -> Tensor:
     """TorchRec's form: a rank's tables side by side and flat, and what arrives is split by ranks."""
-    each = SAMPLES * COLUMNS
+    samples = _samples(pooled, tables)
+    each = samples * COLUMNS
     got = [count * each for count in tables]
     y = funcol.all_to_all_single(torch.cat(pooled, 1).view(-1), got, [tables[rank] * each] * len(tables), "0")
-    return torch.cat([part.view(SAMPLES, -1) for part in y.split(got)], 1)
+    return torch.cat([part.view(samples, -1) for part in y.split(got)], 1)
 
 
 def _uneven_tables_first(pooled: Pooled, tables: list[int], rank: int) -> Tensor:
-    count, world, each = tables[rank], len(tables), SAMPLES * COLUMNS
+    count, world, samples = tables[rank], len(tables), _samples(pooled, tables)
+    each = samples * COLUMNS
     x = torch.stack(pooled).view(count, world, each).transpose(0, 1).reshape(-1)
     y = funcol.all_to_all_single(x, [of * each for of in tables], [count * each] * world, "0")
     parts = y.split([of * each for of in tables])
-    return torch.cat([part.view(-1, SAMPLES, COLUMNS).transpose(0, 1) for part in parts], 1) * 2
+    return torch.cat([part.view(-1, samples, COLUMNS).transpose(0, 1) for part in parts], 1) * 2
 
 
 FOUND: dict[str, tuple[Form, list[int]]] = {
@@ -75,12 +82,14 @@ def _read_too(pooled: Pooled, tables: list[int], rank: int) -> Any:
 
 def _raw_read(pooled: Pooled, tables: list[int], _: int) -> Any:
     y = funcol.all_to_all_single(torch.stack(pooled, 1), None, None, "0")
-    return y.view(2, SAMPLES, 2, COLUMNS).permute(1, 0, 2, 3).reshape(SAMPLES, -1), y * 2
+    samples = _samples(pooled, tables)
+    return y.view(2, samples, 2, COLUMNS).permute(1, 0, 2, 3).reshape(samples, -1), y * 2
 
 
 def _by_table(pooled: Pooled, tables: list[int], _: int) -> Tensor:
     y = funcol.all_to_all_single(torch.stack(pooled, 1), None, None, "0")
-    return y.view(2, SAMPLES, 2, COLUMNS).permute(1, 2, 0, 3).reshape(SAMPLES, -1)
+    samples = _samples(pooled, tables)
+    return y.view(2, samples, 2, COLUMNS).permute(1, 2, 0, 3).reshape(samples, -1)
 
 
 def _whole_tables(pooled: Pooled, _: list[int], __: int) -> Tensor:
@@ -111,79 +120,104 @@ def fused(told: list[str]) -> Any:
     return aot_autograd(fw_compiler=compile, decompositions=decompositions.table())
 
 
-def _bags(rank: Rank, tables: int, dtype: torch.dtype, **kwargs: Any) -> tuple[list[Tensor], ...]:
-    torch.manual_seed(3 + rank.rank)
-    bags = SAMPLES * rank.world_size
-    lengths = [torch.randint(0, 4, (bags,)) for _ in range(tables)]
+class _Model(torch.nn.Module):
+    """A rank's tables. `tables`: how many each rank has."""
+
+    def __init__(self, rank: Rank, form: Form, tables: list[int], dtype: torch.dtype, **kwargs: Any) -> None:
+        super().__init__()
+        torch.manual_seed(3 + rank.rank)
+        self.form, self.tables, self.rank, self.kwargs = form, tables, rank.rank, kwargs
+        self.weights = torch.nn.ParameterList(torch.randn(9, COLUMNS).to(dtype) for _ in range(tables[rank.rank]))
+
+    def forward(self, indices: list[Tensor], offsets: list[Tensor], of_samples: list[Any]) -> Any:
+        pooled = [
+            F.embedding_bag(i, table, o, per_sample_weights=w, **self.kwargs)
+            for table, i, o, w in zip(self.weights, indices, offsets, of_samples, strict=True)
+        ]
+        return self.form(pooled, self.tables, self.rank)
+
+
+def _bags(model: _Model, samples: int, weighted: bool) -> tuple[list[Any], ...]:
+    bags, count = samples * len(model.tables), len(model.weights)
+    # PyTorch makes graphs of their own for equal sizes, and for no and one index.
+    lengths = [torch.bincount(torch.randint(0, bags, (2 * bags + 5 + t,)), minlength=bags) for t in range(count)]
     indices = [torch.randint(0, 9, (int(one.sum()),)) for one in lengths]
     offsets = [one.cumsum(0) - one for one in lengths]
-    if kwargs.get("include_last_offset"):
+    if model.kwargs.get("include_last_offset"):
         offsets = [torch.cat([one, one.new_tensor([len(i)])]) for one, i in zip(offsets, indices, strict=True)]
-    return [torch.randn(9, COLUMNS).to(dtype) for _ in range(tables)], indices, offsets
+    weights = [torch.rand(len(one)).to(model.weights[0].dtype) if weighted else None for one in indices]
+    return indices, offsets, weights
 
 
-def _compare(rank: Rank, form: Form, tables: list[int], dtype: torch.dtype, weighted: bool, **kwargs: Any) -> list[str]:
-    given = _bags(rank, tables[rank.rank], dtype, **kwargs)
-    weights = [torch.rand(len(one)).to(dtype) for one in given[1]] if weighted else [None] * len(given[1])
-
-    def model(tensors: list[Tensor], indices: list[Tensor], offsets: list[Tensor], weights: list[Any]) -> Any:
-        pooled = [
-            F.embedding_bag(i, table, o, per_sample_weights=w, **kwargs)
-            for table, i, o, w in zip(tensors, indices, offsets, weights, strict=True)
-        ]
-        return form(pooled, tables, rank.rank)
-
+def _compare(
+    rank: Rank,
+    form: Form,
+    tables: list[int],
+    dtype: torch.dtype,
+    weighted: bool,
+    *,
+    batches: tuple[int, ...] = (SAMPLES,),
+    **kwargs: Any,
+) -> list[str]:
+    """Several batches share a graph in which they are symbolic."""
     told: list[str] = []
     torch._dynamo.reset()
-    with torch.no_grad():
-        got = torch.compile(model, backend=fused(told), dynamic=False)(*given, weights)
-        wanted = model(*given, weights)
-    for one, other in zip(*((y if isinstance(y, tuple) else (y,)) for y in (got, wanted)), strict=True):
-        assert one.shape == other.shape
-        if dtype == torch.float32 and kwargs["mode"] == "sum" and not weighted:
-            assert torch.equal(one, other)
-        else:  # eager rounds half types and quotients differently, and weighs with fused multiply-adds
-            torch.testing.assert_close(one, other, rtol=2e-2 if dtype != torch.float32 else 1e-6, atol=2e-2)
+    model = _Model(rank, form, tables, dtype, **kwargs)
+    call = torch.compile(model, backend=fused(told), dynamic=len(batches) > 1)
+    for samples in batches:
+        given = _bags(model, samples, weighted)
+        with torch.no_grad():
+            got, wanted = call(*given), model(*given)
+        for one, other in zip(*((y if isinstance(y, tuple) else (y,)) for y in (got, wanted)), strict=True):
+            assert one.shape == other.shape
+            if dtype == torch.float32 and kwargs["mode"] == "sum" and not weighted:
+                assert torch.equal(one, other)
+            else:  # eager rounds half types and quotients differently, and weighs with fused multiply-adds
+                torch.testing.assert_close(one, other, rtol=2e-2 if dtype != torch.float32 else 1e-6, atol=2e-2)
     return told
 
 
-def _run(rank: Rank, forms: str) -> dict[str, list[str]]:
+def _run(rank: Rank, forms: str, batches: tuple[int, ...] = (SAMPLES,)) -> dict[str, list[str]]:
     rank.init()
     torch.set_num_threads(1)
     if forms == "left":
-        return {
-            name: _compare(rank, form, [2, 2], torch.float32, False, mode="sum") for name, (form, _) in LEFT.items()
-        }
-    return {name: _compare(rank, form, tables, torch.float32, False, mode="sum")
+        return {name: _compare(rank, form, [2, 2], torch.float32, False, batches=batches, mode="sum")
+                for name, (form, _) in LEFT.items()}  # fmt: skip
+    return {name: _compare(rank, form, tables, torch.float32, False, batches=batches, mode="sum")
             for name, (form, tables) in FOUND.items()}  # fmt: skip
 
 
-def test_what_is_found() -> None:
-    for said in run_ranks(_run, 2, "found"):
+@pytest.mark.parametrize("batches", [(SAMPLES,), BATCHES])
+def test_what_is_found(batches: tuple[int, ...]) -> None:
+    for said in run_ranks(_run, 2, "found", batches):
         for name in FOUND:
             assert len(said[name]) == 1 and said[name][0].endswith("ark.embedding_bag_all_to_all.default"), (name, said)
 
 
-def test_what_is_left() -> None:
-    for said in run_ranks(_run, 2, "left"):
+@pytest.mark.parametrize("batches", [(SAMPLES,), pytest.param(BATCHES, marks=pytest.mark.nightly)])
+def test_what_is_left(batches: tuple[int, ...]) -> None:
+    for said in run_ranks(_run, 2, "left", batches):
         for name, (_, reason) in LEFT.items():
             assert len(said[name]) == 1 and reason in said[name][0], (name, said[name])
 
 
-def _kinds(rank: Rank) -> list[str]:
+def _kinds(rank: Rank, batches: tuple[int, ...]) -> list[str]:
     rank.init()
     torch.set_num_threads(1)
     told = []
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        told += _compare(rank, _stacked, [2, 2], dtype, False, mode="mean")
-    told += _compare(rank, _stacked, [2, 2], torch.float32, True, mode="sum")
-    told += _compare(rank, _stacked, [2, 2], torch.float32, False, mode="sum", include_last_offset=True)
+        told += _compare(rank, _stacked, [2, 2], dtype, False, batches=batches, mode="mean")
+    told += _compare(rank, _stacked, [2, 2], torch.float32, True, batches=batches, mode="sum")
+    told += _compare(
+        rank, _stacked, [2, 2], torch.float32, False, batches=batches, mode="sum", include_last_offset=True
+    )
     return told
 
 
 @pytest.mark.nightly
-def test_kinds_of_bags() -> None:
-    for told in run_ranks(_kinds, 2):
+@pytest.mark.parametrize("batches", [(SAMPLES,), BATCHES])
+def test_kinds_of_bags(batches: tuple[int, ...]) -> None:
+    for told in run_ranks(_kinds, 2, batches):
         assert len(told) == 5 and all(one.endswith("ark.embedding_bag_all_to_all.default") for one in told), told
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 pytestmark = [ark_only]
 SAMPLES, COLUMNS = 6, 4
+BATCHES = (SAMPLES, 9, 2)  # of one graph
 Form = Callable[[list[Tensor], list[int], int], Tensor]  # pooled rows of this rank's tables, tables of each rank, rank
 
 
@@ -25,18 +26,22 @@ def exchanged(x: Tensor, received: list[int] | None = None, sent: list[int] | No
     return funcol.all_to_all_single_autograd(x, received, sent, dist.group.WORLD)
 
 
+def _samples(pooled: list[Tensor], tables: list[int]) -> int:
+    return pooled[0].shape[0] // len(tables)
+
+
 def _stacked(pooled: list[Tensor], tables: list[int], _: int) -> Tensor:
     """DLRM's form: [bags, tables, columns] to all, then samples to the front; beside dense features."""
     y = exchanged(torch.stack(pooled, 1))
-    world, count = len(tables), tables[0]
-    y = y.view(world, SAMPLES, count, COLUMNS).permute(1, 0, 2, 3).reshape(SAMPLES, world * count * COLUMNS)
-    return torch.cat([torch.ones(SAMPLES, 3), y], 1).sigmoid()
+    world, count, samples = len(tables), tables[0], _samples(pooled, tables)
+    y = y.view(world, samples, count, COLUMNS).permute(1, 0, 2, 3).reshape(samples, world * count * COLUMNS)
+    return torch.cat([torch.ones(samples, 3), y], 1).sigmoid()
 
 
 def _side_by_side(pooled: list[Tensor], tables: list[int], _: int) -> Tensor:
     y = exchanged(torch.cat(pooled, 1))
     world, count = len(tables), tables[0]
-    return y.view(world, SAMPLES, count * COLUMNS).transpose(0, 1).reshape(SAMPLES, -1).sigmoid()
+    return y.view(world, -1, count * COLUMNS).transpose(0, 1).reshape(len(y) // world, -1).sigmoid()
 
 
 class _AllToAll(torch.autograd.Function):
@@ -61,18 +66,20 @@ backward_group: Any = None  # None: the default group
 
 
 def _uneven(pooled: list[Tensor], tables: list[int], rank: int) -> Tensor:
-    each = SAMPLES * COLUMNS
+    samples = _samples(pooled, tables)
+    each = samples * COLUMNS
     got, sent = [count * each for count in tables], [tables[rank] * each] * len(tables)
     y = _AllToAll.apply(torch.cat(pooled, 1).view(-1), got, sent)
-    return torch.cat([part.view(SAMPLES, -1) for part in y.split(got)], 1).sigmoid()
+    return torch.cat([part.view(samples, -1) for part in y.split(got)], 1).sigmoid()
 
 
 def _tables_first(pooled: list[Tensor], tables: list[int], rank: int) -> Tensor:
-    count, world, each = tables[rank], len(tables), SAMPLES * COLUMNS
+    count, world, samples = tables[rank], len(tables), _samples(pooled, tables)
+    each = samples * COLUMNS
     x = torch.stack(pooled).view(count, world, each).transpose(0, 1).reshape(-1)
     y = exchanged(x, [of * each for of in tables], [count * each] * world)
     parts = y.split([of * each for of in tables])
-    return torch.cat([part.view(-1, SAMPLES, COLUMNS).transpose(0, 1) for part in parts], 1).sigmoid() * 2
+    return torch.cat([part.view(-1, samples, COLUMNS).transpose(0, 1) for part in parts], 1).sigmoid() * 2
 
 
 def _read_too(pooled: list[Tensor], tables: list[int], rank: int) -> Tensor:
@@ -123,6 +130,20 @@ def fused(told: list[str], targets: list[str]) -> Any:
     return aot_autograd(fw_compiler=compile, partition_fn=partition, decompositions=decompositions.table())
 
 
+class _Model(torch.nn.Module):
+    def __init__(self, form: Form, tables: list[int], rank: int, dtype: torch.dtype, **kwargs: Any) -> None:
+        super().__init__()
+        self.form, self.tables, self.rank, self.kwargs = form, tables, rank, kwargs
+        self.weights = torch.nn.ParameterList(torch.randn(9, COLUMNS).to(dtype) for _ in range(tables[rank]))
+
+    def forward(self, indices: list[Tensor], offsets: list[Tensor], of_samples: list[Any]) -> Tensor:
+        pooled = [
+            F.embedding_bag(i, table, o, per_sample_weights=w, **self.kwargs)
+            for table, i, o, w in zip(self.weights, indices, offsets, of_samples, strict=True)
+        ]
+        return self.form(pooled, self.tables, self.rank)
+
+
 def compare(
     rank: Rank,
     form: Form,
@@ -132,37 +153,37 @@ def compare(
     frozen: bool = False,
     elsewhere: bool = False,
     dtype: torch.dtype = torch.float32,
+    batches: tuple[int, ...] = (SAMPLES,),
     **kwargs: Any,
 ) -> tuple[list[str], list[str]]:
+    """Several batches share a graph in which they are symbolic."""
     global backward_group
     backward_group = dist.new_group() if elsewhere else None
     torch.manual_seed(3 + rank.rank)
-    count, bags = tables[rank.rank], SAMPLES * rank.world_size
-    lengths = [torch.randint(0, 4, (bags,)) for _ in range(count)]
-    indices = [torch.randint(0, 9, (int(one.sum()),)) for one in lengths]
-    offsets = [one.cumsum(0) - one for one in lengths]
-    weights = [torch.rand(len(one), requires_grad=weighted) if weighted else None for one in indices]
-    given = [torch.randn(9, COLUMNS).to(dtype).requires_grad_(not (frozen and t == 0)) for t in range(count)]
-
-    def model(given: list[Tensor], indices: list[Tensor], offsets: list[Tensor], weights: list[Any]) -> Tensor:
-        pooled = [
-            F.embedding_bag(i, table, o, per_sample_weights=w, **kwargs)
-            for table, i, o, w in zip(given, indices, offsets, weights, strict=True)
-        ]
-        return form(pooled, tables, rank.rank)
-
+    model = _Model(form, tables, rank.rank, dtype, **kwargs)
+    model.weights[0].requires_grad_(not frozen)
     told: list[str] = []
     targets: list[str] = []
     torch._dynamo.reset()
-    results = []
-    for call in (model, torch.compile(model, backend=fused(told, targets), dynamic=False)):
-        y = call(given, indices, offsets, weights)
-        factors = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)
-        leaves = [one for one in (*given, *weights) if one is not None and one.requires_grad]
-        results.append([y.detach(), *torch.autograd.grad((y * factors).sum(), leaves)])
-    for one, other in zip(*results, strict=True):
-        close = 2e-2 if dtype != torch.float32 else 1e-6
-        torch.testing.assert_close(one, other, rtol=close, atol=close)
+    compiled = torch.compile(model, backend=fused(told, targets), dynamic=len(batches) > 1)
+    for samples in batches:
+        bags = samples * rank.world_size
+        counts = [
+            2 * bags + 5 + t for t in range(tables[rank.rank])
+        ]  # PyTorch makes graphs of their own for equal sizes
+        lengths = [torch.bincount(torch.randint(0, bags, (n,)), minlength=bags) for n in counts]
+        indices = [torch.randint(0, 9, (int(one.sum()),)) for one in lengths]
+        offsets = [one.cumsum(0) - one for one in lengths]
+        weights = [torch.rand(len(one), requires_grad=weighted) if weighted else None for one in indices]
+        results = []
+        for call in (model, compiled):
+            y = call(indices, offsets, weights)
+            factors = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)
+            leaves = [one for one in (*model.weights, *weights) if one is not None and one.requires_grad]
+            results.append([y.detach(), *torch.autograd.grad((y * factors).sum(), leaves)])
+        for one, other in zip(*results, strict=True):
+            close = 2e-2 if dtype != torch.float32 else 1e-6
+            torch.testing.assert_close(one, other, rtol=close, atol=close)
     return told, targets
 
 
@@ -171,6 +192,7 @@ def _run(rank: Rank, which: str) -> dict[str, tuple[list[str], list[str]]]:
     torch.set_num_threads(1)
     forms = {
         "found": {name: functools.partial(compare, rank, *one) for name, one in FOUND.items()},
+        "symbolic": {name: functools.partial(compare, rank, *one, batches=BATCHES) for name, one in FOUND.items()},
         "left": {
             name: functools.partial(compare, rank, form, [2, 2], **more) for name, (form, more, _) in LEFT.items()
         },
@@ -183,7 +205,7 @@ def _run(rank: Rank, which: str) -> dict[str, tuple[list[str], list[str]]]:
     return {name: call() if which == "kinds" else call(mode="sum") for name, call in forms.items()}
 
 
-@pytest.mark.parametrize("which", ["found", pytest.param("kinds", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("which", ["found", "symbolic", pytest.param("kinds", marks=pytest.mark.nightly)])
 def test_both_passes_become_the_operator(which: str) -> None:
     for said in run_ranks(_run, 2, which):
         for name, (told, targets) in said.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ark_torch.compile import fast_call
 from ark_torch.errors import UnsupportedGraph
 
 pytestmark = pytest.mark.timeout(120)
@@ -284,3 +286,21 @@ def test_counter(plan: str, compiled: Any) -> None:
     for step in range(1, 4):
         torch.testing.assert_close(call(torch.ones(2)), torch.full((2,), step + 1.0))
         assert model.length == step
+
+
+def test_what_is_written_of_tensors_that_consist_of_others() -> None:
+    """AOTAutograd's record is of plain tensors: a DTensor counts for its local tensor and its mesh."""
+    plain, of_two = types.SimpleNamespace(), types.SimpleNamespace(arg_count=2)
+    way = fast_call.Way([None] * 6)
+    for given, written, wanted in (
+        ([plain] * 3, "001", [2]),
+        ([plain, of_two, plain, of_two], "001001", [1, 3]),
+        ([of_two, plain], "001", [1]),
+        ([of_two, plain], "0010", [0, 1]),  # the record does not fit
+        ([plain] * 3, "0000", [0, 1, 2]),
+    ):
+        info = [types.SimpleNamespace(mutates_data=one == "1") for one in written]
+        way._record = types.SimpleNamespace(input_info=info, subclass_inp_meta=given)
+        assert way.written(len(given)) == wanted, (given, written)
+    way._record = None
+    assert way.written(2) == [0, 1]

@@ -1,7 +1,7 @@
-"""Ranks that share no memory: two network namespaces joined by a veth pair, like two machines.
+"""Ranks that share no memory: three network namespaces joined by a bridge, like three machines.
 
 ark detects this by itself (its local sockets belong to a network namespace) and logs one line. Gloo carries the data
-between the two, bit for bit. Needs root and the ip command; a skip is reported and counted.
+between them, bit for bit. Needs root and the ip command; a skip is reported and counted.
 """
 
 from __future__ import annotations
@@ -38,20 +38,24 @@ def _can_make_namespaces() -> str:
 
 @pytest.fixture(scope="module")
 def namespaces() -> Iterator[list[tuple[str, str]]]:
-    """Creates two namespaces with addresses 10.77.0.1 and 10.77.0.2 on their own link."""
+    """Creates three namespaces with the addresses 10.77.0.1 to 10.77.0.3 on one bridge, which lies in the first."""
     why_not = _can_make_namespaces()
     if why_not:
         tables.add("namespaces", test="skipped", why=why_not)
         pytest.skip(why_not)
     tag = os.getpid() % 100_000
-    names = [f"ark{tag}a", f"ark{tag}b"]
-    links = [f"va{tag}", f"vb{tag}"]
+    names, links = [f"ark{tag}{letter}" for letter in "abc"], [f"bridge{tag}", f"vb{tag}", f"vc{tag}"]
     commands = [["ip", "netns", "add", name] for name in names]
-    commands.append(["ip", "link", "add", links[0], "type", "veth", "peer", "name", links[1]])
+    commands.append(["ip", "-n", names[0], "link", "add", links[0], "type", "bridge"])
+    for name, link in zip(names[1:], links[1:], strict=True):
+        port = f"to{link}"
+        commands += [
+            ["ip", "link", "add", link, "netns", name, "type", "veth", "peer", "name", port, "netns", names[0]],
+            ["ip", "-n", names[0], "link", "set", port, "master", links[0], "up"],
+        ]
     for index, (name, link) in enumerate(zip(names, links, strict=True)):
         inside = ["ip", "-n", name]
         commands += [
-            ["ip", "link", "set", link, "netns", name],
             [*inside, "addr", "add", f"10.77.0.{index + 1}/24", "dev", link],
             [*inside, "link", "set", link, "up"],
             [*inside, "link", "set", "lo", "up"],
@@ -136,15 +140,18 @@ def test_two_namespaces_are_found_out_and_carried_by_gloo(namespaces: list[tuple
     tables.add("namespaces", test="two namespaces", why="", s=time.monotonic() - started)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("placement", [[0, 0, 1, 1], [0, 0, 1, 1, 1], [0, 1, 1, 1]], ids=str)
-def test_several_ranks_in_each_of_two_namespaces(namespaces: list[tuple[str, str]], placement: list[int]) -> None:
+@pytest.mark.by_day("[0, 0, 1, 1]", "[0, 1, 1, 2]")
+@pytest.mark.parametrize(
+    "placement", [[0, 0, 1, 1], [0, 0, 1, 1, 1], [0, 1, 1, 1], [0, 1, 1, 2], [0, 0, 1, 1, 2, 2]], ids=str
+)
+def test_several_ranks_in_namespaces(namespaces: list[tuple[str, str]], placement: list[int]) -> None:
     """Ranks of a namespace share memory, and one rank of each pair of rails represents its node."""
     results = _run(namespaces, placement)
     _check(results, carried=True)
-    ranks = [placement.count(0), placement.count(1)]
+    ranks = [placement.count(node) for node in range(1 + max(placement))]
     for _, output in results:
-        assert f"plan=2 nodes ({ranks[0]} + {ranks[1]} ranks), {min(ranks)} rail" in output, output
+        plan = f"plan={len(ranks)} nodes ({' + '.join(map(str, ranks))} ranks), {min(ranks)} rail"
+        assert plan in output, output
 
 
 @pytest.mark.nightly

@@ -28,7 +28,14 @@ from test_compile_ranks import compiled, on_one_kernel
 
 Env = dict[str, str | None]
 COUNTS = (1, 77, 5000, 1 << 18, (3 << 20) + 5)
-PLACEMENTS = [(0, 1)] + ([(0, 0, 1, 1), (0, 1, 0, 1)] if WORLD >= 4 else [])
+PLACEMENTS: list[tuple[int, ...]] = [(0, 1)] + ([(0, 0, 1, 1), (0, 1, 0, 1)] if WORLD >= 4 else [])
+# Nodes of 1 + 3 ranks and of 3 + 1, hence of one rail; of 2 + 3, with two.
+UNEVEN: list[tuple[int, ...]] = [(0, 1, 1, 1), (0, 1, 0, 0)] if WORLD >= 4 else []
+UNEVEN += [(0, 0, 1, 1, 1)] if WORLD >= 5 else []
+
+
+def _named(placement: tuple[int, ...]) -> str:
+    return ("uneven " if placement in UNEVEN else "") + str(placement)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +123,7 @@ def _collectives(rank: Rank, placement: tuple[int, ...]) -> str:
     return str(group._get_backend(torch.device("cuda")).cuda_carrier)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+@pytest.mark.parametrize("placement", PLACEMENTS + UNEVEN, ids=_named)
 def test_collectives(placement: tuple[int, ...], env: Env) -> None:
     assert run(_collectives, placement, world=len(placement), env=env) == ["ark"] * len(placement)
 
@@ -171,7 +178,7 @@ def _bits(rank: Rank, placement: tuple[int, ...], order: str, partials: str) -> 
 
 
 @pytest.mark.parametrize(("order", "partials"), [("node", "float32"), ("node", "input"), ("flat", "float32")])
-@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+@pytest.mark.parametrize("placement", PLACEMENTS + UNEVEN, ids=_named)
 def test_sums_have_the_bits_of_cpu_groups(placement: tuple[int, ...], order: str, partials: str, env: Env) -> None:
     assert run(_bits, placement, order, partials, world=len(placement), env=env) == ["ark"] * len(placement)
 
@@ -202,7 +209,7 @@ def _graph(rank: Rank, placement: tuple[int, ...]) -> None:
     del graph
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS[:2], ids=str)
+@pytest.mark.parametrize("placement", PLACEMENTS[:2] + UNEVEN, ids=_named)
 def test_graphs(placement: tuple[int, ...], env: Env) -> None:
     run(_graph, placement, world=len(placement), env=env)
 
@@ -248,7 +255,7 @@ def _alone(rank: Rank, placement: tuple[int, ...], how: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["late", "killed"])
-@pytest.mark.parametrize("placement", PLACEMENTS[:2], ids=str)
+@pytest.mark.parametrize("placement", PLACEMENTS[:2] + UNEVEN[:1], ids=_named)
 def test_a_peer_that_does_not_call(placement: tuple[int, ...], how: str, env: Env) -> None:
     assert all(_lose_the_last(_alone, placement, how, env))
 
@@ -318,6 +325,22 @@ def _in_regions(rank: Rank, placement: tuple[int, ...], dtype: torch.dtype) -> N
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 def test_regions(placement: tuple[int, ...], dtype: torch.dtype, env: Env) -> None:
     run(_in_regions, placement, dtype, world=len(placement), env=env)
+
+
+def _cut(rank: Rank, placement: tuple[int, ...]) -> str:
+    """A graph's collective over uneven nodes runs between its regions. Returns why."""
+    device, group = _begin(rank, placement)
+    call, report = compiled(lambda x, group: -funcol.all_reduce(x * 2, "sum", group), {"choose": "ark", "minimum": 1})
+    inputs = _all(rank.world_size, 5000, torch.float32, device)
+    for _ in range(3):
+        assert torch.equal(call(inputs[rank.rank], group), -2 * torch.stack(inputs).sum(0))
+    return " ".join(str(one) for graph in report.graphs for one in graph.fallbacks)
+
+
+@pytest.mark.parametrize("placement", UNEVEN[:1], ids=_named)
+def test_regions_are_cut(placement: tuple[int, ...], env: Env) -> None:
+    for why in run(_cut, placement, world=len(placement), env=env):
+        assert "its nodes have unequal numbers of ranks" in why
 
 
 def _alone_in_a_region(rank: Rank, placement: tuple[int, ...], how: str) -> str:

@@ -28,11 +28,13 @@ NEVER = (1 << 63) - 1
 COUNTS = (1, 1023, 65537, (1 << 20) + 3, 12 << 20)
 
 
-def _start(rank: Rank, blocks: int, **options: Any) -> torch.device:
+def _start(rank: Rank, blocks: int, landings_from: int = 1, **options: Any) -> torch.device:
     device = device_of(rank)
     torch.cuda.set_device(device)
     chosen = complete(ark_torch.Options())
-    numbers = {"one_shot_to": 0, "bulk_from": 1, "ring_blocks": blocks, "copy_engine_from": NEVER, "landings_from": 1}
+    never = ("copy_engine_from", "all_gather_engine_from", "registered_all_gather_engine_from", "relay_from")
+    numbers = {"one_shot_to": 0, "bulk_from": 1, "bulk_move_from": 1, "bulk_send_from": 1, "ring_blocks": blocks}
+    numbers |= {"landings_from": landings_from} | dict.fromkeys(never, NEVER)
     chosen.cuda_dispatch = [(8, numbers)]
     rank.init(pg_options=chosen, **options)
     return device
@@ -67,6 +69,73 @@ def _sums(rank: Rank, blocks: int) -> None:
 @pytest.mark.parametrize("blocks", [1, 5, 16, 64])
 def test_sums(blocks: int) -> None:
     run(_sums, blocks, own=True)
+
+
+def _moves(rank: Rank, blocks: int) -> None:
+    """What only moves, in place and not, at any alignment, registered on all or some ranks, eager and in a graph."""
+    device = _start(rank, blocks, landings_from=1 << 12)
+    size, own = rank.world_size, rank.rank
+    after, before = (own + 1) % size, (own - 1) % size
+    with torch.cuda.use_mem_pool(pool(device)):
+        mine = torch.empty(size * (4 << 20) + 64, dtype=torch.bfloat16, device=device)
+    plain = torch.empty_like(mine)
+    for registered in (False, True):
+        if registered:
+            assert register(mine)
+        for count, offset, mixed in itertools.product((1, 4_099, 1_000_001, 4 << 20), (0, 3), (0, 1)):
+            if mixed and not registered:
+                continue
+            whole = (plain if mixed and own % 2 else mine)[offset : offset + size * count]
+            values = [make_input(torch.bfloat16, count, count + r, r).to(device) for r in range(size)]
+            part = whole[own * count :][:count]  # in place
+            apart, others = torch.empty_like(values[0]), list(whole.split(count))
+
+            def exchange() -> None:  # with both neighbours at once, which are one peer if there are two ranks
+                sends = [dist.P2POp(dist.isend, values[own], peer) for peer in {before, after}]  # noqa: B023
+                takes = [dist.P2POp(dist.irecv, others[peer], peer) for peer in {before, after}]  # noqa: B023
+                for work in dist.batch_isend_irecv(sends + takes):
+                    work.wait()
+
+            operations: list[tuple[str, Any, list[int]]] = [
+                ("all_gather", lambda: dist.all_gather_into_tensor(whole, values[own]), list(range(size))),  # noqa: B023
+                ("in place", lambda: dist.all_gather_into_tensor(whole, part), list(range(size))),  # noqa: B023
+                ("exchange", exchange, [own, before, after]),
+            ]
+            for root in range(size):
+                operations += [
+                    (f"broadcast {root}", lambda root=root: dist.broadcast(others[root], root), [own, root]),  # noqa: B023
+                    (
+                        f"gather {root}",
+                        lambda root=root: dist.gather(part, others if own == root else None, dst=root),  # noqa: B023
+                        list(range(size)) if own == root else [own],
+                    ),
+                ]
+
+            def check(name: str, call: Any, filled: list[int], what: str) -> None:
+                whole.fill_(-1.0)  # noqa: B023
+                part.copy_(values[own])  # noqa: B023
+                call()
+                for r in range(size):
+                    wanted = values[r] if r in filled else torch.full_like(values[r], -1.0)  # noqa: B023
+                    same(others[r], wanted.cpu(), f"{name} of {count} at {offset}, {what}, of rank {r}")  # noqa: B023
+
+            for name, call, filled in operations:
+                what = f"registered {registered}, mixed {mixed}"
+                check(name, call, filled, what)
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    call()
+                for _ in range(2):
+                    check(name, graph.replay, filled, f"{what}, in a graph")
+            for root in range(size):
+                dist.scatter(apart, values if own == root else None, src=root)
+                same(apart, values[own].cpu(), f"scatter {root} of {count} at {offset}")
+
+
+@pytest.mark.parametrize("blocks", [1, 5, 16, 64])
+def test_moves(blocks: int) -> None:
+    run(_moves, blocks, own=True)
 
 
 def _few(rank: Rank, blocks: int) -> None:
@@ -167,24 +236,37 @@ def test_places() -> None:
     run(_places, own=True)
 
 
-def _loop(rank: Rank) -> float:
+def _loop(rank: Rank, kind: str) -> float:
     device = _start(rank, 4, timeout=120)
-    tensor = torch.ones(16 << 20, device=device)
-    dist.all_reduce(tensor)
-    torch.cuda.synchronize()
+    tensor, whole = torch.ones(16 << 20, device=device), torch.empty(16 << 20, device=device)
+    part = tensor[: whole.numel() // rank.world_size]
+
+    def call() -> None:
+        if kind == "sum":
+            dist.all_reduce(tensor.fill_(1.0))
+        elif kind == "move":
+            dist.all_gather_into_tensor(whole[: part.numel() * rank.world_size], part)
+        else:
+            after, before = (rank.rank + 1) % rank.world_size, (rank.rank - 1) % rank.world_size
+            pairs = [dist.P2POp(dist.isend, tensor, after), dist.P2POp(dist.irecv, whole, before)]
+            for work in dist.batch_isend_irecv(pairs):
+                work.wait()
+        torch.cuda.synchronize()
+
+    call()
     rank.report("running")
     try:
         while True:
-            dist.all_reduce(tensor.fill_(1.0))
-            torch.cuda.synchronize()
+            call()
     except dist.DistBackendError as error:
         rank.report("raised", str(error))
     return go_on_without_the_last(rank, device)
 
 
-def test_lost_rank() -> None:
+@pytest.mark.parametrize("kind", ["sum", "move", "transfer"])
+def test_lost_rank(kind: str) -> None:
     victim, bound = WORLD - 1, 5.0
-    with Job(_loop, WORLD, env=ENV) as job:
+    with Job(_loop, WORLD, kind, env=ENV) as job:
         job.wait_all("running", timeout=120)
         time.sleep(0.3)
         since = job.kill(victim)

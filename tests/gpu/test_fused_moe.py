@@ -120,6 +120,34 @@ def test_tails_of_every_height(dtype: torch.dtype, ffn: int) -> None:
 
 
 @hopper
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_bits_of_any_number_of_tiles(dtype: torch.dtype, gated: bool) -> None:
+    """A row has the same bits whatever rows are beside it: in a whole tile or in a part of one of the last wave, which
+    is divided into 1, 2, 4 or 8 by how many tiles are left; and in tiles of any shape, which the room for rows decides.
+    """
+    device, dim, most = torch.device("cuda", 0), 2040, 1900
+    case = Case([2 * most], 1, 2, dim, dtype, seed=9)
+    rows = draw(case, 0, device)[0].view(2, most, dim)
+    w1, w2 = draw_experts(case, 0, 520, gated, device)
+
+    def experts(first: int, second: int, room: int) -> Tensor:
+        given = torch.full((room, dim), float("nan"), dtype=dtype, device=device)
+        given[: first + second] = torch.cat([rows[0, :first], rows[1, :second]])
+        counts = torch.tensor([first, second], device=device)
+        got: Tensor = torch.ops.ark.moe_experts(given, counts, w1, w2, "silu")
+        return got[: first + second]
+
+    wanted = experts(most, most, 2 * most).view(2, most, dim)
+    assert wanted.isfinite().all()
+    for first in range(0, most + 1, 61):
+        for second in (0, 64, first, most):
+            for room in (first + second, 2 * most):
+                got = experts(first, second, max(room, 1))
+                same(got, torch.cat([wanted[0, :first], wanted[1, :second]]), (first, second, room))
+
+
+@hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_bits_of_activations(dtype: torch.dtype) -> None:
     """Matrices that give every number of the type to the activation, and what it makes of it to the result."""

@@ -5,7 +5,8 @@ and rings; 1: TMA chunks from small sizes on; 2: copy engines and the kernel tha
 because on some (virtual) machines the sanitizer finds nothing. ARK_TEST_SANITIZER_OPERATIONS sets the number of
 operations per run.
 
-Loop kernels of torch.compile: a small one for every kind of task (compile_tasks.py).
+Loop kernels of torch.compile: a small one for every kind of task (compile_tasks.py). Operators that compute and
+communicate in one kernel: small random tensors on two ranks (fused_tasks.py).
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +29,7 @@ OPERATIONS = os.environ.get("ARK_TEST_SANITIZER_OPERATIONS", "40")
 RANKS = min(2, torch.cuda.device_count())
 LIMIT_S = 200.0
 TASKS = Path(__file__).resolve().parent / "compile_tasks.py"
+FUSED = TASKS.with_name("fused_tasks.py")
 FOUND = 9  # exit code if the sanitizer found something
 
 PLANTED = r"""
@@ -80,14 +84,20 @@ def test_it_finds_what_is_planted(planted: Path, check: str) -> None:
     [("memcheck", 0), ("memcheck", 1), ("memcheck", 2), ("racecheck", 0), ("racecheck", 1), ("synccheck", 1)],
 )
 def test_kernels(communicator_random: Path, tmp_path: Path, check: str, seed: int) -> None:
-    begun = time.monotonic()
     folder = tmp_path / "store"
     folder.mkdir()
+    program = [communicator_random, str(RANKS), OPERATIONS, str(seed), KERNELS]
+    judge(check, seed, tmp_path, lambda rank: [*program, str(rank), folder])
+
+
+def judge(check: str, seed: object, tmp_path: Path, program: Callable[[int], list[Any]], **env: str) -> None:
+    """Runs every rank's program under its own sanitizer."""
+    begun = time.monotonic()
     ranks = []
     for rank in range(RANKS):
-        program = [communicator_random, str(RANKS), OPERATIONS, str(seed), KERNELS, str(rank), folder]
         with open(tmp_path / f"rank{rank}.log", "wb") as log:
-            ranks.append(subprocess.Popen([*sanitizer(check), *program], stdout=log, stderr=subprocess.STDOUT))
+            command = [*sanitizer(check), *program(rank)]
+            ranks.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **env}))
     try:
         codes = [rank.wait(max(1.0, begun + LIMIT_S - time.monotonic())) for rank in ranks]
     except subprocess.TimeoutExpired:
@@ -97,9 +107,20 @@ def test_kernels(communicator_random: Path, tmp_path: Path, check: str, seed: in
     texts = [(tmp_path / f"rank{rank}.log").read_text(errors="replace") for rank in range(RANKS)]
     tables.add("sanitizer", check=check, seed=seed, operations=OPERATIONS, codes=codes, s=time.monotonic() - begun)
     for rank, text in enumerate(texts):
-        story = f"rank {rank} of {check}, seed {seed}, exit codes {codes}:\n{text[:6000]}\n...\n{text[-3000:]}"
+        story = f"rank {rank} of {check}, {seed}, exit codes {codes}:\n{text[:6000]}\n...\n{text[-3000:]}"
         assert codes == [0] * RANKS, story
         assert "right:" in text and ("0 errors" in text or "0 hazards" in text), story
+
+
+@pytest.mark.timeout(LIMIT_S + 60)
+@pytest.mark.skipif(RANKS < 2, reason="two GPUs")
+@pytest.mark.parametrize("check", ["memcheck", "racecheck"])
+def test_fused_operators(tmp_path: Path, check: str) -> None:
+    program = [sys.executable, str(FUSED), str(RANKS)]
+    path = os.pathsep.join([str(FUSED.parents[1]), os.environ.get("PYTHONPATH", "")])
+    env = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "ARK_TUNE": "0", "PYTHONPATH": path}
+    judge(check, "fused operators", tmp_path, lambda rank: [*program, str(rank), str(tmp_path / "store")], **env)
+    assert all("right: all" in (tmp_path / f"rank{rank}.log").read_text() for rank in range(RANKS))
 
 
 def of_loop_kernels(check: str, *more: str) -> subprocess.CompletedProcess[str]:

@@ -14,7 +14,16 @@ from support import training as small
 from support.rank import Rank
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from training_support import adam, batch_of, begin, kill_the_last, model_of, until_a_peer_dies
+from training_support import (
+    adam,
+    assert_equal_runs,
+    batch_of,
+    begin,
+    by_hand,
+    kill_the_last,
+    model_of,
+    until_a_peer_dies,
+)
 
 from ark_torch.distributed import compression
 from ark_torch.train import capture
@@ -65,6 +74,36 @@ def _sharded(rank: Rank, compresses: bool) -> str:
 def test_fully_shard(compresses: bool) -> None:
     reasons = run(_sharded, compresses, own=True)  # DTensor's caches keep meshes, whose groups end with the body
     print(f"\nfully_shard: {reasons[0]}")
+
+
+def _scaled(rank: Rank) -> float:
+    """Gradients overflow in one step, and in one rank's shard alone: all ranks leave that step out."""
+    from torch.distributed.fsdp import fully_shard
+
+    device = begin(rank, WORLD)
+    torch.manual_seed(0)
+    model = nn.Linear(8 * WORLD, 8 * WORLD, bias=False, device=device)
+    weights = model.weight.detach().clone()
+    fully_shard(model)
+    scaler = torch.amp.GradScaler("cuda", init_scale=4.0, growth_interval=100)
+
+    def loss(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+        value: Tensor = (model(batch[0]) * batch[1]).sum()
+        return value
+
+    step = capture(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, scaler=scaler)
+    for number in range(8):
+        factors = torch.ones(8 * WORLD)
+        if number == 5:
+            factors[-1] = float("inf")  # of the last row, which the last rank holds
+        step((torch.ones(4, 8 * WORLD), factors))
+    assert step.captured, step.reason
+    torch.testing.assert_close(model.weight.full_tensor(), weights - 7 * 0.1 * 4)  # type: ignore[operator]
+    return scaler.get_scale()
+
+
+def test_an_overflow_in_one_shard_is_left_out_by_all() -> None:
+    assert run(_scaled, own=True) == [2.0] * WORLD
 
 
 def _tables(rank: Rank, sharding: str, adapts: bool) -> None:
@@ -140,6 +179,32 @@ def _one_cannot(rank: Rank) -> str:
 def test_one_rank_that_cannot_capture() -> None:
     reasons = run(_one_cannot)
     assert "item()" in reasons[-1] and reasons[0] == f"on rank {WORLD - 1}: {reasons[-1]}"
+
+
+def _captures_more(model: Any, batch: Any) -> Tensor:
+    value = small.loss(model, batch)
+    if dist.get_rank() == WORLD - 1 and torch.cuda.is_current_stream_capturing():
+        dist.all_reduce(torch.ones(3, device=value.device))
+    return value
+
+
+def _graphs_differ(rank: Rank) -> str:
+    """The last rank's graph has a collective that the others' have not: nothing replays, and eager steps go on."""
+    device = begin(rank, WORLD)
+    expected = by_hand(rank, WORLD, "gpt2", device, steps=8)
+    model = model_of("gpt2", device)
+    step = capture(model, adam(model, device), _captures_more, bucket_mb=0.02)
+    losses = [step(batch_of("gpt2", number, rank.rank, device)) for number in range(8)]
+    assert not step.captured
+    assert_equal_runs((torch.stack(losses).cpu(), small.weights(model)), expected)
+    return step.reason
+
+
+def test_graphs_that_differ_are_named_on_both_sides() -> None:
+    reasons = run(_graphs_differ)
+    assert len(set(reasons)) == 1
+    more = f"is all_reduce(3 x float32, SUM) on rank {WORLD - 1} "
+    assert reasons[0].startswith("the ranks' graphs differ: collective 1 of group") and more in reasons[0], reasons[0]
 
 
 def _shapes(rank: Rank) -> list[bool]:

@@ -153,6 +153,11 @@ BAD = {
         lambda m, o: capture(nn.Linear(2, 2, device="meta"), o, small.loss),
         "move it to a CPU or CUDA",
     ),
+    "lazy": (
+        ValueError,
+        lambda m, o: capture(nn.Sequential(nn.LazyLinear(2)), o, small.loss),
+        "the shape of parameter '0.weight' is not known before the model's first call: call it once",
+    ),
     "optimizer": (TypeError, lambda m, o: capture(m, None, small.loss), "optimizer is a NoneType"),
     "another's parameters": (
         ValueError,
@@ -192,6 +197,11 @@ BAD = {
         TypeError,
         lambda m, o: capture(m, o, small.loss)({"inputs": object()}),
         r"batch\['inputs'\] is a object: pass tensors, numbers, strings and None",
+    ),
+    "sparse": (
+        TypeError,
+        lambda m, o: capture(m, o, small.loss, steps=2)([{"inputs": torch.eye(2).to_sparse()}]),
+        r"batch\[0\]\['inputs'\] is a sparse tensor .*: pass its indices and values",
     ),
     "shape of the loss": (
         ValueError,

@@ -171,3 +171,35 @@ def _in_ddp(rank: Rank) -> None:
 
 def test_stages_that_communicate_by_themselves_run_as_they_are() -> None:
     run(_in_ddp)
+
+
+def _together(rank: Rank) -> None:
+    """Two schedules in two groups whose steps alternate in both orders, with collectives of the default group."""
+    rank.init()
+    before = graphs.recorder_for
+    fake_graphs.use()
+    try:
+        groups = [dist.new_group() for _ in range(2)]
+        names = ("1F1B", "Interleaved1F1B")
+        staged = [
+            pipelines.Staged(name, rank.rank, rank.world_size, CPU, group)
+            for name, group in zip(names, groups, strict=True)
+        ]
+        expected = [pipelines.Staged(name, rank.rank, rank.world_size, CPU) for name in names]
+        steps = [capture(one.schedule, pipelines.optimizer(list(one.own.values()))) for one in staged]
+        total = torch.ones(1000)
+        for number in range(STEPS):
+            for step in steps if number % 2 else steps[::-1]:
+                step(pipelines.batch(number))
+                dist.all_reduce(total, dist.ReduceOp.AVG)
+        assert all(step.captured for step in steps) and total.eq(1.0).all()
+        for one, other in zip(staged, expected, strict=True):
+            pipelines.by_schedule(other, STEPS, CPU)
+            for number, weights in other.weights().items():
+                assert all(map(torch.equal, weights, one.weights()[number]))
+    finally:
+        graphs.recorder_for = before
+
+
+def test_two_schedules_at_once() -> None:
+    run(_together)

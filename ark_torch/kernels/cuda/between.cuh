@@ -36,12 +36,14 @@ inline constexpr int kMostPlaces = kMaxRanks;     // ranks of a node
 
 // The inputs of a sum that a node brings to what another node adds up. One: its sum, or its only rank's. Else `count`,
 // one of each of its ranks: that of place `own` where BetweenParams::send says, the one of place i for node n at others
-// + i * stride + at[n]. order: in which inputs of all nodes are added (but by add_wide), as node * kMostPlaces + place.
+// + i * stride + at[n]. order: in which the `all` inputs of all nodes are added (but by add_wide), as node *
+// kMostPlaces
+// + place; nodes may bring different numbers of them.
 struct BetweenParts {
   const char* others;
   uint64 stride;
   uint64 at[kMostNodes];
-  int count, own;
+  int count, own, all;
   uint16 order[kMostNodes * kMostPlaces];
 };
 
@@ -244,7 +246,7 @@ struct Between {
   // is alike for all nodes. The result may take the place of send[own].
   template <class Rule>
   ARK_TEAM_CODE bool add(Rule rule) const {
-    const int own = p.window.node, inputs = p.window.nodes * p.parts.count;
+    const int own = p.window.node, inputs = p.parts.all;
     const auto give = [&](int node, uint64 k) { return send_inputs(node, k); };
     return run(give, [&](uint64 k) {
       if (!all_arrived(k)) return false;

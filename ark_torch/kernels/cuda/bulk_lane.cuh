@@ -35,20 +35,22 @@ inline constexpr int kBulkStages = 27;
 inline constexpr uint32 kBulkSharedBytes = (kBulkStages + 1) * kBulkChunk;  // the last one for barriers and words
 inline constexpr uint32 kMostRingBlocks = 64;
 
-// This block's part of a message.
+// This block's part of a message. kSlots: slots that a chunk takes, one after another.
+template <uint32 kSlots = 1>
 struct BulkShare {
+  static constexpr uint32 kChunk = kSlots * kBulkChunk;
   uint64 bytes;  // of the whole message
   uint32 block, blocks;
 
   ARK_HOST_DEVICE constexpr uint32 steps() const {
-    const uint64 chunks = (bytes + kBulkChunk - 1) / kBulkChunk;
+    const uint64 chunks = (bytes + kChunk - 1) / kChunk;
     return chunks > block ? static_cast<uint32>((chunks - block + blocks - 1) / blocks) : 0;
   }
-  ARK_HOST_DEVICE constexpr uint64 at(uint32 step) const { return (uint64{step} * blocks + block) * kBulkChunk; }
+  ARK_HOST_DEVICE constexpr uint64 at(uint32 step) const { return (uint64{step} * blocks + block) * kChunk; }
   // 0 after the last step.
   ARK_HOST_DEVICE constexpr uint32 size(uint32 step) const {
     const uint64 from = at(step);
-    return from >= bytes ? 0 : bytes - from < kBulkChunk ? static_cast<uint32>(bytes - from) : kBulkChunk;
+    return from >= bytes ? 0 : bytes - from < kChunk ? static_cast<uint32>(bytes - from) : kChunk;
   }
 };
 
@@ -157,9 +159,12 @@ class BulkWarp {
     published_ = max(published_, steps);
     __syncwarp();
   }
-  // Waits for a slot for step `step` of this launch: step `number` of the ring to this peer, over all launches.
+  // Waits for the slots of step `step` of this launch: from slot `number` of the ring to this peer on, over all
+  // launches.
+  template <uint32 kSlots = 1>
   __device__ __forceinline__ bool await_room(BulkWords& words, int peer, uint64 number, uint32 step) {
-    const auto full = [&] { return __any_sync(~0u, number >= load_block(words.credit[peer]) + rings_.bulk.depth); };
+    const uint64 last = number + kSlots - 1;
+    const auto full = [&] { return __any_sync(~0u, last >= load_block(words.credit[peer]) + rings_.bulk.depth); };
     if (!full()) return true;
     publish<0>(words, step);
     while (full()) {
@@ -230,7 +235,7 @@ class BulkPace {
 
 // The telling warp's work. Thread r tells peer r how many of its `steps` are written, until all are, and fetches r's
 // credits; also() is called in every iteration. `total`: steps that the mover will publish.
-template <class Also>
+template <uint32 kSlots = 1, class Also>
 __device__ __forceinline__ void bulk_tell(const BulkRing& ring, BulkWords& words, uint64 sent, uint32 steps,
                                           uint32 total, Also also) {
   BulkWarp warp(ring.rings);
@@ -240,7 +245,7 @@ __device__ __forceinline__ void bulk_tell(const BulkRing& ring, BulkWords& words
   for (;;) {
     const uint64 written = load_block(words.written), now = min(written, uint64{steps});
     if (is_peer && now != told && (words.apart >> peer & 1) == 0)
-      protocol::store_release(*ring.arrived(peer, rank), sent + (told = now));
+      protocol::store_release(*ring.arrived(peer, rank), sent + (told = now) * kSlots);
     if (__all_sync(~0u, written == total) || warp.over()) return;
     also();
     if (is_peer) store_block(words.credit[peer], protocol::load_acquire(*ring.credit(rank, peer)));
@@ -251,9 +256,9 @@ __device__ __forceinline__ void bulk_tell(const BulkRing& ring, BulkWords& words
 // Moves chunks 0 to count - 1 in order. load(i, stage, barrier) starts a load; store(i, stage) returns false to stop.
 // If ready(i) is false it is asked again, while all loaded chunks are stored; waiting(i) returns true to give up. Every
 // store must end in one commit. Returns false if it stopped early. Nothing is in flight when it returns.
-template <uint32 kStages, class Ready, class Waiting, class Load, class Store>
-__device__ __forceinline__ bool bulk_pump(BulkWarp& warp, char (&stages)[kStages][kBulkChunk], uint64* full,
-                                          uint32 count, Ready ready, Waiting waiting, Load load, Store store) {
+template <uint32 kStages, uint32 kChunk, class Ready, class Waiting, class Load, class Store>
+__device__ __forceinline__ bool bulk_pump(BulkWarp& warp, char (&stages)[kStages][kChunk], uint64* full, uint32 count,
+                                          Ready ready, Waiting waiting, Load load, Store store) {
   constexpr uint32 kAhead = kStages / 2;
   uint32 loaded = 0, stored = 0;
   bool goes_on = true;

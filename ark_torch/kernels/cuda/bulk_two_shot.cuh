@@ -7,8 +7,7 @@
 // contributors do. In place: a result overwrites what it was added from only after that was loaded.
 #pragma once
 
-#include "cuda/bulk_lane.cuh"
-#include "cuda/landing.cuh"
+#include "cuda/bulk_peers.cuh"
 #include "cuda/two_shot.cuh"
 
 namespace ark::device {
@@ -105,7 +104,7 @@ class BulkTwoShot {
 
   // Loads every rank's part to a stage.
   __device__ __forceinline__ void load() {
-    const BulkShare mine = share(kRank);
+    const BulkShare<> mine = share(kRank);
     const uint32 steps = mine.steps();
     fence_async_global();
     uint64 there = 0;  // of this thread's peer
@@ -144,7 +143,7 @@ class BulkTwoShot {
 
   __device__ __forceinline__ void add(int adder, Rule rule) {
     constexpr int kUnits = kBulkChunk / 16 / (32 * kBulkAdders);
-    const BulkShare mine = share(kRank);
+    const BulkShare<> mine = share(kRank);
     const uint32 steps = mine.steps();
     double factors[kRanks];
     ARK_UNROLL
@@ -187,7 +186,8 @@ class BulkTwoShot {
 
   __device__ __forceinline__ void hand_out() {
     char* lands = nullptr;  // where this thread's peer wants the results; null: in the ring
-    if (!await_addresses(lands)) return;
+    const auto bytes_to = [&](int to) { return sends_to(to) ? p_.bytes[kRank] : 0; };
+    if (!await_landings(p_.results, kRank, kRanks, bytes_to, lands)) return;
     const uint32 apart = __ballot_sync(~0u, lands != nullptr), steps = share(kRank).steps();
     if (warp_.leads()) shared_.results.apart = apart;
     const bool done = hand_out_all(steps, reinterpret_cast<uint64>(lands));
@@ -195,13 +195,7 @@ class BulkTwoShot {
     if (!done) return;
     warp_.publish<0>(shared_.results, steps);
     if (peer_ && sends_to(thread_) && lands == nullptr) results_.state(thread_)->sent = result_.sent + steps;
-#pragma unroll 1
-    for (int r = 0; r < kRanks; r++) {
-      if ((apart >> r & 1) == 0) continue;
-      Landing landing;
-      landing.open(p_.results, blockIdx.x, r);
-      landing.tell_done();
-    }
+    tell_landed(p_.results, kRanks, apart);
   }
   __device__ __forceinline__ void tell_results() {
     const uint32 steps = share(kRank).steps();
@@ -210,34 +204,23 @@ class BulkTwoShot {
 
   __device__ __forceinline__ void take() {
     if (!sends_to(kRank)) return;
-    uint32 landed = 0;
-#pragma unroll 1
-    for (int r = 0; r < kRanks; r++) {
-      if (r == kRank || p_.bytes[r] < p_.results.landings_from) continue;
-      Landing landing;
-      landing.open(p_.results, blockIdx.x, r);
-      landing.announce(p_.results.landing[r]);
-      if (p_.results.landing[r] != nullptr) landed |= 1u << r;
-    }
-    __syncwarp();
-    if (!take_all(landed)) return;
+    const uint32 landed = announce_landings(p_.results, kRank, kRanks, [&](int from) { return p_.bytes[from]; });
+    const auto taken = [&](int from) {
+      return BulkShare<>{(landed >> from & 1) != 0 ? 0 : p_.bytes[from], blockIdx.x, gridDim.x};
+    };
+    if (!bulk_take(warp_, results_, shared_.taken, shared_.taken_full, kRank, kRanks, result_.received,
+                   most_steps(landed), taken, [&](int from) { return static_cast<char*>(p_.out[from]); }))
+      return;
     if (peer_ && (landed >> thread_ & 1) == 0)
       results_.state(thread_)->received = result_.received + share(thread_).steps();
-#pragma unroll 1
-    for (int r = 0; r < kRanks; r++) {
-      if ((landed >> r & 1) == 0) continue;
-      Landing landing;
-      landing.open(p_.results, blockIdx.x, r);
-      landing.resume();
-      if (!landing.await_all()) return;
-    }
+    await_landed(p_.results, kRanks, landed);
   }
 
  private:
-  __device__ __forceinline__ BulkShare share(int part) const {
+  __device__ __forceinline__ BulkShare<> share(int part) const {
     return share(part, blockIdx.x);
   }
-  __device__ __forceinline__ BulkShare share(int part, uint32 block) const {
+  __device__ __forceinline__ BulkShare<> share(int part, uint32 block) const {
     return {p_.bytes[part], block, gridDim.x};
   }
   __device__ __forceinline__ bool sends_to(int rank) const {
@@ -259,26 +242,12 @@ class BulkTwoShot {
   static __device__ __forceinline__ int receiver_of(uint32 chunk) {
     return (kRank + 1 + chunk % kPeers) % kRanks;
   }
-  static __device__ __forceinline__ int sender_of(uint32 chunk) {
-    return (kRank + kPeers - chunk % kPeers) % kRanks;
-  }
-  // The value held by the peer's thread.
-  static __device__ __forceinline__ uint64 of_peer(uint64 held, int peer) {
-    return __shfl_sync(~0u, held, peer);
-  }
-
-  // Polls once; returns true if more than `number` steps have arrived. `there`: steps known to this thread. Always
-  // acquires: that empties a cache which nothing here uses.
-  __device__ __forceinline__ bool look(const uint64& arrived, uint64& there, uint64 number) const {
-    if (there <= number) there = protocol::load_acquire(arrived);
-    return there > number;
-  }
   // Waits until every peer's contribution to the step has arrived.
   __device__ __forceinline__ bool await_parts(uint64& there, uint32 step) {
     const uint64 number = contribution_.received + step;
     if (__all_sync(~0u, !peer_ || there > number)) return true;
     for (;;) {
-      const bool found = !peer_ || look(*contributions_.arrived(kRank, thread_), there, number);
+      const bool found = !peer_ || has_arrived(*contributions_.arrived(kRank, thread_), there, number);
       const uint32 missing = __ballot_sync(~0u, !found);
       if (missing == 0) break;
       if (warp_.over(__ffs(missing) - 1)) return false;
@@ -287,22 +256,9 @@ class BulkTwoShot {
     return true;
   }
 
-  __device__ __forceinline__ bool await_addresses(char*& lands) {
-    if (p_.bytes[kRank] < p_.results.landings_from) return true;
-#pragma unroll 1
-    for (int r = 0; r < kRanks; r++) {
-      if (r == kRank || !sends_to(r)) continue;
-      Landing landing;
-      char* address = nullptr;
-      landing.open(p_.results, blockIdx.x, r);
-      if (!landing.await_address(address)) return false;
-      if (thread_ == r) lands = address;
-    }
-    return true;
-  }
   __device__ __forceinline__ bool hand_out_all(uint32 steps, uint64 lands) {
     constexpr uint32 kUnread = Shared::kSums - 2;  // stores that may not have read their stage yet
-    const BulkShare mine = share(kRank);
+    const BulkShare<> mine = share(kRank);
 #pragma unroll 1
     for (uint32 step = 0; step < steps; step++) {
       const uint32 stage = step % Shared::kSums, bytes = mine.size(step);
@@ -330,44 +286,6 @@ class BulkTwoShot {
       if (step >= kLag) warp_.publish<kLag>(shared_.results, step + 1 - kLag);
     }
     return true;
-  }
-
-  __device__ __forceinline__ bool take_all(uint32 landed) {
-    uint64 there = 0;  // of this thread's peer
-    fence_async_global();
-    const auto bytes_of = [&](uint32 i) {
-      const int from = sender_of(i);
-      return (landed >> from & 1) != 0 ? 0 : share(from).size(i / kPeers);
-    };
-    const auto number_of = [&](uint32 i) { return of_peer(result_.received, sender_of(i)) + i / kPeers; };
-    return bulk_pump(
-        warp_, shared_.taken, shared_.taken_full, most_steps(landed) * kPeers,
-        [&](uint32 i) {
-          const int from = sender_of(i);
-          const uint64 number = number_of(i);
-          if (bytes_of(i) == 0 || of_peer(there, from) > number) return true;
-          const bool found = thread_ == from && look(*results_.arrived(kRank, from), there, number);
-          if (__any_sync(~0u, found) == 0) return false;
-          fence_async_global();
-          return true;
-        },
-        [&](uint32 i) { return warp_.over(sender_of(i)); },
-        [&](uint32 i, char* stage, uint64* full) {
-          const uint64 number = number_of(i);
-          warp_.load(stage, full, results_.slot(kRank, sender_of(i), number), padded(bytes_of(i)));
-        },
-        [&](uint32 i, const char* stage) {
-          const int from = sender_of(i);
-          const uint32 bytes = bytes_of(i);
-          const uint64 number = number_of(i);
-          if (bytes != 0) {
-            // the slot has been read
-            if (warp_.leads()) protocol::store_relaxed(*results_.credit(from, kRank), number + 1);
-            warp_.store(static_cast<char*>(p_.out[from]) + share(from).at(i / kPeers), stage, bytes);
-          }
-          if (warp_.leads()) bulk_commit();
-          return true;
-        });
   }
 
   const TwoShotParams& p_;

@@ -137,8 +137,10 @@ inline ArenaLayout::ArenaLayout(int ranks, uint32_t ring_blocks, bool device_eac
     // Per pair of ranks: what a link carries in about 10 us.
     const uint32_t chunks = (ranks <= 2 ? 4 << 20 : 2 << 20) / device::kBulkChunk;
     const uint32_t depth = std::bit_floor(chunks / ring_blocks);
-    for (RingSet* const set : {&collectives, &results}) {
-      set->bulk = table(ring_blocks, depth * device::kBulkChunk);
+    for (RingSet* const set : {&collectives, &results, &transfers}) {
+      // Launches of transfers with all peers may wait at once, on a multiprocessor each.
+      const uint32_t most = set == &transfers ? std::max(64 / (ranks - 1), 1) : ring_blocks;
+      set->bulk = table(std::min(ring_blocks, most), depth * device::kBulkChunk);
       set->bulk.depth = depth;
     }
   }

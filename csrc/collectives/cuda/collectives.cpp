@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "collectives/cuda/cuda_communicator.hpp"
+#include "cuda/bulk_move.cuh"
 #include "cuda/bulk_two_shot.cuh"
 #include "cuda/relay.cuh"
 
@@ -98,6 +99,23 @@ struct CudaCommunicator::Launch {
     }
   }
 
+  // By few blocks. The next launch must not overlap with it, because it would occupy as many SMs all the while.
+  template <class Params>
+  void by_bulk_lanes(const jit::Kernel& kernel, const RingSet& set, int threads, uint32_t shared_bytes,
+                     const Params& params) const {
+    const CurrentContext context(group.device_);
+    jit::launch(kernel, {set.bulk.lanes}, {static_cast<unsigned>(threads)}, shared_bytes, stream_of(operation), params);
+  }
+
+  // Both ends of every message must choose this; everything except the rings is set.
+  void bulk_move(const RingSet& set, device::MoveParams& params) const {
+    const bool transfer = &set == &layout.transfers;
+    params.rings = rings(set, CudaDispatch::kMostBlocks);
+    if (!transfer) find_landings(params.receive, params.receive_bytes, params.rings);
+    by_bulk_lanes(group.kernel(transfer ? GroupKernel::bulk_transfer : GroupKernel::bulk_move, RuleKind::any), set,
+                  device::kBulkMoveThreads, device::bulk_move_bytes(transfer), params);
+  }
+
   void launch_move(const RingSet& set, device::MoveParams& params) const {
     params.rings = rings(set, move_blocks(set, true));
     const bool transfer = &set == &layout.transfers;
@@ -124,20 +142,30 @@ struct CudaCommunicator::Launch {
                static_cast<int>(params.roles), params);
   }
 
-  // Sends and receives messages; everything except the rings is set. Long messages take several launches.
-  void move(const RingSet& set, const device::MoveParams& whole) const {
+  // Sends and receives messages; everything except the rings is set. Long messages take several launches. bulk: both
+  // ends of every message know that it is long enough for bulk rings.
+  void move(const RingSet& set, const device::MoveParams& whole, bool bulk = false) const {
     uint64_t most = 0;
     for (int r = 0; r < size; ++r) most = std::max({most, whole.send_bytes[r], whole.receive_bytes[r]});
-    for (uint64_t at = 0; at < most; at += device::kMostMessageBytes) {
+    const uint64_t each = bulk && &set != &layout.transfers ? most : device::kMostMessageBytes;
+    for (uint64_t at = 0; at < most; at += each) {
       device::MoveParams params = whole;
       for (int r = 0; r < size; ++r) {
         params.send[r] = slice(whole.send[r], at);
         params.receive[r] = slice(whole.receive[r], at);
-        params.send_bytes[r] = slice(whole.send_bytes[r], at);
-        params.receive_bytes[r] = slice(whole.receive_bytes[r], at);
+        params.send_bytes[r] = slice(whole.send_bytes[r], at, each);
+        params.receive_bytes[r] = slice(whole.receive_bytes[r], at, each);
       }
-      launch_move(set, params);
+      if (bulk)
+        bulk_move(set, params);
+      else
+        launch_move(set, params);
     }
+  }
+  // Messages of `bytes` each, which both ends know.
+  void move_equal(const RingSet& set, const device::MoveParams& whole, uint64_t bytes) const {
+    move(set, whole,
+         size > 1 && bytes >= (&set == &layout.transfers ? dispatch.bulk_send_from : dispatch.bulk_move_from));
   }
 
   // Broadcasts by letting the receivers pass parts to each other, for more than two ranks.
@@ -199,15 +227,9 @@ struct CudaCommunicator::Launch {
     params.rings = rings(layout.collectives, blocks);
     params.results = rings(layout.results, blocks);
     if (params.receivers == kAllRanks) find_landings(params.out, params.bytes, params.results);
-    if (bulk) {
-      // Bulk lanes stay in step (BulkPace), so one launch handles any length. The next launch must not overlap with it,
-      // because it would occupy as many SMs all the while.
-      const jit::Kernel& adding = kernel(GroupKernel::bulk);
-      const CurrentContext context(group.device_);
-      jit::launch(adding, {layout.collectives.bulk.lanes}, {device::kBulkThreads}, device::kBulkSharedBytes,
-                  stream_of(operation), params);
-      return;
-    }
+    if (bulk)  // its lanes stay in step (BulkPace), so one launch handles any length
+      return by_bulk_lanes(kernel(GroupKernel::bulk), layout.collectives, device::kBulkThreads,
+                           device::kBulkSharedBytes, params);
     by_lanes(kernel(chunked ? GroupKernel::chunks : GroupKernel::lines),
              lanes_of_parts(layout.collectives, params.bytes, size, chunked, params.rings.chunk_lanes), blocks,
              device::ring_roles(size), params);
@@ -313,7 +335,7 @@ void CudaCommunicator::all_gather(const Operation& operation, const void* in, vo
     params.receive[r] = outs[r];
     params.send_bytes[r] = params.receive_bytes[r] = bytes;
   }
-  Launch{*this, operation}.move(layout_.collectives, params);
+  Launch{*this, operation}.move_equal(layout_.collectives, params, bytes);
 }
 
 void CudaCommunicator::broadcast(const Operation& operation, void* data, size_t bytes) {
@@ -332,7 +354,7 @@ void CudaCommunicator::broadcast(const Operation& operation, void* data, size_t 
     params.receive[root] = data;
     params.receive_bytes[root] = bytes;
   }
-  Launch{*this, operation}.move(layout_.collectives, params);
+  Launch{*this, operation}.move_equal(layout_.collectives, params, bytes);
 }
 
 void CudaCommunicator::gather(const Operation& operation, const void* in, void* const* outs, size_t bytes) {
@@ -345,7 +367,7 @@ void CudaCommunicator::gather(const Operation& operation, const void* in, void* 
     params.receive[r] = outs[r];
     params.receive_bytes[r] = bytes;
   }
-  Launch{*this, operation}.move(layout_.collectives, params);
+  Launch{*this, operation}.move_equal(layout_.collectives, params, bytes);
 }
 
 void CudaCommunicator::scatter(const Operation& operation, const void* const* ins, void* out, size_t bytes) {
@@ -358,7 +380,7 @@ void CudaCommunicator::scatter(const Operation& operation, const void* const* in
     params.send[r] = ins[r];
     params.send_bytes[r] = bytes;
   }
-  Launch{*this, operation}.move(layout_.collectives, params);
+  Launch{*this, operation}.move_equal(layout_.collectives, params, bytes);
 }
 
 void CudaCommunicator::all_to_all(const Operation& operation, const Bytes* ins, const MutableBytes* outs) {
@@ -384,7 +406,7 @@ void CudaCommunicator::send(const Operation& operation, const void* data, size_t
   device::MoveParams params{};
   params.send[peer] = data;
   params.send_bytes[peer] = bytes;
-  Launch{*this, operation}.move(layout_.transfers, params);
+  Launch{*this, operation}.move_equal(layout_.transfers, params, bytes);
 }
 
 void CudaCommunicator::recv(const Operation& operation, void* data, size_t bytes, int peer) {
@@ -392,7 +414,7 @@ void CudaCommunicator::recv(const Operation& operation, void* data, size_t bytes
   device::MoveParams params{};
   params.receive[peer] = data;
   params.receive_bytes[peer] = bytes;
-  Launch{*this, operation}.move(layout_.transfers, params);
+  Launch{*this, operation}.move_equal(layout_.transfers, params, bytes);
 }
 
 }  // namespace ark

@@ -51,7 +51,11 @@ std::unique_ptr<CudaCommunicator> CudaCommunicator::create(int rank, int size, s
   options.dispatch->part_bytes = std::max(options.dispatch->part_bytes / 1024 * 1024, uint64_t{64} << 10);
   // Report an old device or a missing compiler before anything is shared.
   const int major = jit::KernelLibrary::of(options.device).target().major;
-  if (size == 1 || major < 9 || major >= 12) options.dispatch->bulk_from = CudaDispatch::kNever;  // no TMA, no memory
+  if (size == 1 || major < 9 || major >= 12)  // no TMA, no memory
+    options.dispatch->bulk_from = options.dispatch->bulk_move_from = options.dispatch->bulk_send_from =
+        CudaDispatch::kNever;
+  // Blocks of several transfers wait at once, each with much shared memory.
+  if (!options.device_each) options.dispatch->bulk_send_from = CudaDispatch::kNever;
   ArenaMemory::Options sharing;
   sharing.rank = rank;
   sharing.size = size;

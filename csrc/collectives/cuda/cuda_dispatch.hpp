@@ -18,8 +18,8 @@
 namespace ark {
 
 // The kernels of a group's collectives; each is a row of the table in stubs.cpp.
-enum class GroupKernel : uint8_t { move, relay, one_shot, add, lines, chunks, bulk };
-inline constexpr int kGroupKernels = 7;
+enum class GroupKernel : uint8_t { move, relay, one_shot, add, lines, chunks, bulk, bulk_move, bulk_transfer };
+inline constexpr int kGroupKernels = 9;
 
 // How to use peers' memory (ARK_DISABLE_P2P).
 enum class PeerAccess : uint8_t {
@@ -38,6 +38,8 @@ struct CudaDispatch {
   uint64_t landings_from = 8 << 20;    // of one part or message: into registered memory from here
   uint64_t relay_from = 1 << 20;       // broadcast to several peers: they pass on parts from here
   uint64_t bulk_from = kNever;         // sums of this many bytes per rank: bulk rings, few blocks
+  uint64_t bulk_move_from = kNever;    // messages of all_gather, gather, scatter and broadcast: the same
+  uint64_t bulk_send_from = kNever;    // messages of send and recv: the same
   uint64_t ring_blocks = 16;           // blocks of the bulk rings
   uint64_t host_blocks = 64;           // blocks of a launch through host memory
   uint64_t move_blocks = kMostBlocks;  // blocks of a collective that moves in chunks, from chunks_from on
@@ -93,7 +95,10 @@ struct CudaDispatch {
 
 // Lanes of the bulk rings; 0 if they are not used.
 inline uint32_t ring_blocks_of(const CudaDispatch& dispatch) {
-  return dispatch.bulk_from == CudaDispatch::kNever ? 0 : static_cast<uint32_t>(dispatch.ring_blocks);
+  constexpr uint64_t kNever = CudaDispatch::kNever;
+  const bool any =
+      dispatch.bulk_from != kNever || dispatch.bulk_move_from != kNever || dispatch.bulk_send_from != kNever;
+  return any ? static_cast<uint32_t>(dispatch.ring_blocks) : 0;
 }
 
 inline uint32_t host_blocks_of(const CudaDispatch& dispatch) {
@@ -114,6 +119,8 @@ inline constexpr CudaDispatchField kCudaDispatchFields[] = {
     {"landings_from", &CudaDispatch::landings_from, kNeverTaken, {1, 8 << 10}},
     {"relay_from", &CudaDispatch::relay_from, kNeverTaken, {64, 4 << 10}},
     {"bulk_from", &CudaDispatch::bulk_from, kNeverTaken, {300'000, 64 << 10}},
+    {"bulk_move_from", &CudaDispatch::bulk_move_from, kNeverTaken, {100'000, 64 << 10}},
+    {"bulk_send_from", &CudaDispatch::bulk_send_from, kNeverTaken, {100'000, 64 << 10}},
     {"ring_blocks", &CudaDispatch::ring_blocks, {}, {3, 0}},
     {"host_blocks", &CudaDispatch::host_blocks, {}, {3, 0}},
     {"move_blocks", &CudaDispatch::move_blocks, {}, {3, 0}},

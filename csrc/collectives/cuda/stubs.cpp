@@ -5,6 +5,7 @@
 #include <iterator>
 
 #include "collectives/cuda/fused_stubs.hpp"
+#include "cuda/bulk_move.cuh"
 #include "cuda/bulk_two_shot.cuh"
 #include "cuda/compressed_codes.cuh"
 #include "cuda/peer_test.cuh"
@@ -58,6 +59,12 @@ std::string bulk_stub(RuleKind rule, int ranks, int rank) {
                    ")");
 }
 
+std::string bulk_move_stub(RuleKind, int, int) {
+  return "#include \"cuda/bulk_move.cuh\"\n" +
+         entry("bulk_move", device::kBulkMoveThreads, "MoveParams", "bulk_move<false>(p)") +
+         entry("bulk_transfer", device::kBulkMoveThreads, "MoveParams", "bulk_move<true>(p)");
+}
+
 struct GroupRow {
   GroupKernel kernel;
   const char* listed;  // name in lists; null if another row's text has this entry
@@ -84,6 +91,8 @@ constexpr GroupRow kGroup[] = {
     {GroupKernel::chunks, "chunks", "two_shot",
      [](RuleKind rule, int ranks, int rank) { return two_shot_stub(rule, ranks, rank, "Chunks"); }},
     {GroupKernel::bulk, "bulk", "bulk_two_shot", bulk_stub, true, 2, 90},
+    {GroupKernel::bulk_move, "bulk_move", "bulk_move", bulk_move_stub, false, 2, 90},
+    {GroupKernel::bulk_transfer, nullptr, "bulk_transfer", bulk_move_stub, false, 2, 90},
 };
 static_assert(std::size(kGroup) == kGroupKernels);
 

@@ -83,12 +83,15 @@ std::shared_ptr<CudaGroup> ProcessGroupArk::join_nodes_on(c10::Device device, st
     return nullptr;
   }
   if (rank_ == 0 && options_->log) {
-    const rdma::GpuPath& path = stage->path();
+    const rdma::GpuPath& path = stage->path();  // the first rank of a node has a rail
+    const std::string uneven = BetweenStage::no_regions(plan);
     options_->log(
         "group \"" + options_->group_name + "\" of " + std::to_string(size_) + " ranks on " + plan.text() +
         ": CUDA tensors are carried by ark's kernels in each node and RDMA between them, here " +
         (path.direct ? "from and to GPU memory (dma-buf)" : "through pinned memory of the host (" + path.reason + ")") +
-        ", " + std::to_string(stage->bytes() >> 20) + " MB a rank");
+        ", " + std::to_string(stage->bytes() >> 20) +
+        " MB a rank; PyTorch's NCCL has send, recv and all_to_all with splits or lists" +
+        (uneven.empty() ? "" : "; compiled regions are cut at its collectives: " + uneven));
   }
   auto nodes = std::make_unique<NodesCommunicator>(rank_, size_, plan, here, std::move(stage));
   auto carrier = options_->make_cuda_carrier(c10::make_intrusive<c10d::PrefixStore>("cuda-carrier/" + start_, store_),

@@ -177,7 +177,8 @@ CUresult cuFuncGetParamInfo(CUfunction function, size_t, size_t* offset, size_t*
                {"moe_gather", sizeof(device::MoeParams)},         {"moe_settle", sizeof(device::SettleParams)},
                {"moe_product", sizeof(device::MoeProductParams)}, {"between_move", sizeof(device::BetweenParams)},
                {"between_add", sizeof(device::BetweenParams)},    {"between_add_wide", sizeof(device::BetweenParams)},
-               {"bulk_two_shot", sizeof(device::TwoShotParams)},  {"peer_test", sizeof(device::PeerTestParams)}};
+               {"bulk_two_shot", sizeof(device::TwoShotParams)},  {"bulk_move", sizeof(device::MoveParams)},
+               {"bulk_transfer", sizeof(device::MoveParams)},     {"peer_test", sizeof(device::PeerTestParams)}};
   *offset = *bytes = 0;
   for (const auto& one : known)
     if (std::strcmp(one.name, reinterpret_cast<const char*>(function)) == 0) *bytes = one.bytes;

@@ -1,12 +1,13 @@
 // The products of a rank's experts: rows sorted by expert times that expert's matrix. The number of rows per expert is
 // read on the device. For Hopper.
 //
-// A block walks through the tiles of all experts that have rows. Tiles that share a part of a matrix are adjacent, so
-// that a matrix is read from memory once. As in matmul.cuh, one warp has the copy engine load tiles through a ring in
-// shared memory, and warp groups multiply them (wgmma) and add in float32.
+// A block walks through the tiles of all experts that have rows (moe_tiles.cuh). Tiles that share a part of a matrix
+// are adjacent, so that a matrix is read from memory once. As in matmul.cuh, one warp has the copy engine load tiles
+// through a ring in shared memory, and warp groups multiply them (wgmma) and add in float32.
 #pragma once
 
 #include "cuda/fused/matmul.cuh"
+#include "cuda/fused/moe_tiles.cuh"
 
 namespace ark::device {
 
@@ -15,20 +16,20 @@ namespace ark::device {
 // columns of the gate and the same ones of the factor, in the same threads, which finish both and store their product.
 // Every step is rounded to the format, like PyTorch's sequence of operators.
 //
-// An element's sum is in depth order for any tile: bits do not depend on counts or shapes. No deadlock: blocks wait
-// only for their own warps and the copy engine.
+// An element's sum is in depth order for any tile or part of one: bits do not depend on counts or shapes. No deadlock:
+// blocks wait only for their own warps and the copy engine.
 
 enum class MoeActivation : int { none, silu, gelu, gelu_tanh, relu };
 
 struct MoeProductParams {
   TensorMap a, b;           // rows, in boxes of 16; [experts * lines, depth], in boxes of a tile's columns of each half
+  TensorMap b_part;         // the same, in boxes of the columns of the narrowest part of a tile
   const long long* counts;  // rows per expert
   char* out;
   uint64 out_bytes;  // stride of rows
   uint32 experts;
   uint32 lines;           // of b, per expert
   uint32 columns, depth;  // of out; of a and b
-  uint32 column_tiles;
 };
 
 // x / d, correctly rounded, for numbers x of half types and d of 1/4 to 2^126 or infinity. `about` is 1 / d within an
@@ -47,39 +48,6 @@ ARK_DEVICE_INLINE float divide_by_one_and(float e, float x, Reciprocal&& recipro
 }
 
 #if defined(__CUDACC__)
-
-struct MoeTile {
-  uint32 expert, row, rows, column;  // number of existing rows, from `row` on
-};
-
-// Finds tiles by number, in increasing order. A whole warp calls it.
-template <int kRows, int kOut>
-class MoeTiles {
- public:
-  __device__ __forceinline__ explicit MoeTiles(const MoeProductParams& p) : p_(p) {}
-  __device__ __forceinline__ bool find(uint32 number, MoeTile& tile) {
-    while (number >= end_) {
-      if (next_ == p_.experts) return false;
-      const uint32 lane = threadIdx.x % 32;
-      if (next_ % 32 == 0) ahead_ = next_ + lane < p_.experts ? static_cast<uint32>(p_.counts[next_ + lane]) : 0;
-      first_ += count_;
-      count_ = __shfl_sync(~0u, ahead_, next_ % 32);
-      height_ = (count_ + kRows - 1) / kRows;
-      begin_ = end_, end_ += height_ * p_.column_tiles;
-      ++next_;
-    }
-    const uint32 in = number - begin_, down = in % height_ * kRows;
-    tile.expert = next_ - 1, tile.row = first_ + down, tile.rows = min(count_ - down, static_cast<uint32>(kRows));
-    tile.column = in / height_ * kOut;
-    return true;
-  }
-
- private:
-  const MoeProductParams& p_;
-  uint32 next_ = 0, begin_ = 0, end_ = 0;  // the next expert; tiles of the one before
-  uint32 first_ = 0, count_ = 0, height_ = 0;
-  uint32 ahead_ = 0;  // per lane
-};
 
 template <MoeActivation kActivation>
 __device__ __forceinline__ float activated(float x) {
@@ -103,7 +71,9 @@ struct MoeProduct {
   static constexpr int kStages = kShape.stages(), kWarps = kShape.warps(), kOver = kColumns / 8;
   static constexpr int kOut = kGated ? kColumns / 2 : kColumns;  // columns of the result
   static constexpr uint32 kBox = 16;                             // rows
+  static constexpr int kMostAcross = static_cast<int>(moe_most_across(kShape));
   using Element = typename MatmulElement<Format>::Type;
+  using Tiles = MoeTiles<kRows, kColumns, kOut, MoeCounts>;
   struct Shared {
     uint64 full[kStages], empty[kStages];
   };
@@ -118,38 +88,54 @@ struct MoeProduct {
     return ring + kShape.ring_bytes() + warp * kShape.laid_bytes();
   }
 
-  // The number of this block's n-th tile. Blocks take another place in each wave, so that all get as many small tiles,
-  // whatever number of tiles an expert's columns have.
-  static __device__ __forceinline__ uint32 number_of(uint32 n) {
-    constexpr uint32 kTurn = 5;
-    return n * gridDim.x + (blockIdx.x + n * kTurn) % gridDim.x;
+  __device__ __forceinline__ Tiles tiles() const {
+    return {MoeCounts(p.counts, p.experts), p.columns, blockIdx.x, gridDim.x};
   }
+
+  // A place in the ring.
+  struct Stage {
+    uint32 number, parity;
+    __device__ __forceinline__ void next() {
+      if (++number == kStages) number = 0, parity ^= 1;
+    }
+    __device__ __forceinline__ void await(uint64 (&barriers)[kStages]) const {
+      while (!barrier_passed(&barriers[number], parity)) {
+      }
+    }
+  };
 
   // The work of one warp: loads what the groups multiply, in their order.
   __device__ __forceinline__ void bring() {
-    MoeTiles<kRows, kOut> tiles(p);
+    Tiles mine = tiles();
     MoeTile tile;
-    uint32 stage = 0, parity = 1;
-    for (uint32 n = 0; tiles.find(number_of(n), tile); ++n) {
-      const uint32 boxes = (tile.rows + kBox - 1) / kBox;
+    Stage stage{0, 1};
+    for (uint32 n = 0; mine.find(n, tile); ++n) {
+      const uint32 boxes = (tile.rows + kBox - 1) / kBox, width = kOut / tile.across;
       const int line = static_cast<int>(tile.expert * p.lines + tile.column);
       ARK_ROLLED for (uint32 step = 0; step < steps(); ++step) {
-        while (!barrier_passed(&shared.empty[stage], parity)) {
-        }
+        stage.await(shared.empty);
         if (lane() == 0) {
-          uint64* const full = &shared.full[stage];
-          const uint32 at = ring + stage * kShape.stage_bytes(), columns = at + kRows * 128;
+          uint64* const full = &shared.full[stage.number];
+          const uint32 at = ring + stage.number * kShape.stage_bytes(), columns = at + kRows * 128;
           const int depth = static_cast<int>(step * MatmulShape::kDepth);
-          barrier_expect(full, (boxes * kBox + kColumns) * 128);
-          tensor_load(columns, p.b, depth, line, full);
-          if constexpr (kGated) tensor_load(columns + kOut * 128, p.b, depth, line + static_cast<int>(p.columns), full);
+          barrier_expect(full, (boxes * kBox + kColumns / tile.across) * 128);
+          load_columns(columns, tile.across, depth, line, full);
+          if constexpr (kGated)
+            load_columns(columns + width * 128, tile.across, depth, line + static_cast<int>(p.columns), full);
           ARK_ROLLED for (uint32 b = 0; b < boxes; ++b)
               tensor_load(at + b * (kBox * 128), p.a, depth, static_cast<int>(tile.row + b * kBox), full);
         }
         __syncwarp();
-        if (++stage == kStages) stage = 0, parity ^= 1;
+        stage.next();
       }
     }
+  }
+
+  __device__ __forceinline__ void load_columns(uint32 to, uint32 across, int depth, int line, uint64* full) const {
+    if (across == 1) return tensor_load(to, p.b, depth, line, full);
+    constexpr int kLines = kOut / kMostAcross;
+    const int end = kOut / static_cast<int>(across);
+    ARK_ROLLED for (int i = 0; i < end; i += kLines) tensor_load(to + i * 128, p.b_part, depth, line + i, full);
   }
 
   // The results of two sums, which are rounded.
@@ -166,14 +152,15 @@ struct MoeProduct {
 
   // Finishes the words that this thread laid down from `to` on, some at a time: activations of all sums at once would
   // need more registers than there are.
+  template <int kWidth>
   static __device__ __forceinline__ void finish(uint32 to) {
 #pragma unroll 4
-    for (int i = 0; i < kOut / 4; ++i) {
+    for (int i = 0; i < kWidth / 4; ++i) {
       const uint32 at = to + 8 * (i % 2) * kShape.pitch() + i / 2 * 16;
       uint32 word, other = 0;
       float x[2], factor[2];
       asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(at) : "memory");
-      if constexpr (kGated) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(other) : "r"(at + kOut * 2) : "memory");
+      if constexpr (kGated) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(other) : "r"(at + kWidth * 2) : "memory");
       Format::decode(word, x), Format::decode(other, factor);
       asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(finished(x, factor)) : "memory");
     }
@@ -181,16 +168,19 @@ struct MoeProduct {
 
   // Stores a warp's 16 rows, which pass through shared memory to become wide stores. The copy engine would store them
   // behind all loads that it has been given.
-  __device__ __forceinline__ void store(const float (&sums)[kOver][4], const MoeTile& tile, uint32 warp) const {
-    constexpr uint32 kLines = kOut / 8;  // of 16 bytes, in a row
-    __syncwarp();                        // all lanes have read the rows before these
+  template <int kAcross>
+  __device__ __forceinline__ void store(const float (&sums)[kOver / kAcross][4], const MoeTile& tile,
+                                        uint32 warp) const {
+    constexpr int kWidth = kOut / kAcross;
+    constexpr uint32 kLines = kWidth / 8;  // of 16 bytes, in a row
+    __syncwarp();                          // all lanes have read the rows before these
     const uint32 to = laid_at(warp) + lane() / 4 * kShape.pitch() + lane() % 4 * 4;
-    ARK_UNROLL for (int j = 0; j < kOver; ++j) ARK_UNROLL for (int h = 0; h < 2; ++h) asm volatile(
+    ARK_UNROLL for (int j = 0; j < kOver / kAcross; ++j) ARK_UNROLL for (int h = 0; h < 2; ++h) asm volatile(
         "st.shared.u32 [%0], %1;" ::"r"(to + 8 * h * kShape.pitch() + j * 16),
         "r"(Format::encode(&sums[j][2 * h])) : "memory");
-    if constexpr (kGated || kActivation != MoeActivation::none) finish(to);
+    if constexpr (kGated || kActivation != MoeActivation::none) finish<kWidth>(to);
     __syncwarp();
-    const uint32 rows = tile.rows - warp * 16, lines = min(static_cast<uint32>(kOut), p.columns - tile.column) / 8;
+    const uint32 rows = tile.rows - warp * 16, lines = min(static_cast<uint32>(kWidth), p.columns - tile.column) / 8;
     char* const out = p.out + uint64{tile.row + warp * 16} * p.out_bytes + tile.column * 2;
     ARK_UNROLL for (uint32 i = 0; i < kLines / 2; ++i) {
       const uint32 row = (i * 32 + lane()) / kLines, line = (i * 32 + lane()) % kLines;
@@ -199,45 +189,58 @@ struct MoeProduct {
     }
   }
 
-  // The work of a warp group.
-  __device__ __forceinline__ void multiply_tiles(uint32 group) {
+  // Multiplies a tile, or a part of one, whose columns are those of a tile divided by kAcross.
+  template <int kAcross>
+  __device__ __forceinline__ void multiply_tile(const MoeTile& tile, uint32 group, Stage& stage) {
     using namespace ark::loop;
     const uint32 warp = group * 4 + threadIdx.x / 32 % 4;
     const uint32 rows = shared_matrix(ring + group * 64 * 128, 8192);
     const uint32 columns = shared_matrix(ring + kRows * 128, 8192);
-    MoeTiles<kRows, kOut> tiles(p);
+    float sums[kOver / kAcross][4];
+    ARK_UNROLL for (int j = 0; j < kOver / kAcross; ++j) ARK_UNROLL for (int e = 0; e < 4; ++e) sums[j][e] = 0;
+    uint32 before = 0;  // the stage being multiplied
+    ARK_ROLLED for (uint32 step = 0; step < steps(); ++step) {
+      stage.await(shared.full);
+      begin_group_multiply();
+      ARK_UNROLL for (int k = 0; k < 4; ++k) group_multiply_add<Element, false, false>(
+          sums, moved_matrix(rows, stage.number * kShape.stage_bytes() + k * 32),
+          moved_matrix(columns, stage.number * kShape.stage_bytes() + k * 32));
+      end_group_multiply();
+      wait_group_multiply<1>();
+      if (step != 0 && lane() == 0) barrier_arrive(&shared.empty[before]);
+      before = stage.number;
+      stage.next();
+    }
+    wait_group_multiply(sums);
+    if (steps() != 0 && lane() == 0) barrier_arrive(&shared.empty[before]);
+    if (warp * 16 < tile.rows) store<kAcross>(sums, tile, warp);
+  }
+
+  // A group that has no rows of a tile leaves the tensor cores to the other.
+  __device__ __forceinline__ void leave_out(Stage& stage) {
+    ARK_ROLLED for (uint32 step = 0; step < steps(); ++step) {
+      stage.await(shared.full);
+      __syncwarp();
+      if (lane() == 0) barrier_arrive(&shared.empty[stage.number]);
+      stage.next();
+    }
+  }
+
+  // The work of a warp group.
+  __device__ __forceinline__ void multiply_tiles(uint32 group) {
+    Tiles mine = tiles();
     MoeTile tile;
-    uint32 stage = 0, parity = 0;
-    float sums[kOver][4];
-    for (uint32 n = 0; tiles.find(number_of(n), tile); ++n) {
-      if (kRows > 64 && group * 64 >= tile.rows) {  // none for this group, which leaves the tensor cores to the other
-        ARK_ROLLED for (uint32 step = 0; step < steps(); ++step) {
-          while (!barrier_passed(&shared.full[stage], parity)) {
-          }
-          __syncwarp();
-          if (lane() == 0) barrier_arrive(&shared.empty[stage]);
-          if (++stage == kStages) stage = 0, parity ^= 1;
-        }
-        continue;
+    Stage stage{0, 0};
+    for (uint32 n = 0; mine.find(n, tile); ++n) {
+      if (kRows > 64 && group * 64 >= tile.rows) {
+        leave_out(stage);
+      } else if (tile.across == 1) {
+        multiply_tile<1>(tile, group, stage);
+      } else if (kMostAcross == 2 || tile.across == 2) {
+        multiply_tile<2>(tile, group, stage);
+      } else {
+        multiply_tile<kMostAcross>(tile, group, stage);
       }
-      ARK_UNROLL for (int j = 0; j < kOver; ++j) ARK_UNROLL for (int e = 0; e < 4; ++e) sums[j][e] = 0;
-      uint32 before = 0;  // the stage being multiplied
-      ARK_ROLLED for (uint32 step = 0; step < steps(); ++step) {
-        while (!barrier_passed(&shared.full[stage], parity)) {
-        }
-        begin_group_multiply();
-        ARK_UNROLL for (int k = 0; k < 4; ++k)
-            group_multiply_add<Element, false, false>(sums, moved_matrix(rows, stage * kShape.stage_bytes() + k * 32),
-                                                      moved_matrix(columns, stage * kShape.stage_bytes() + k * 32));
-        end_group_multiply();
-        wait_group_multiply<1>();
-        if (step != 0 && lane() == 0) barrier_arrive(&shared.empty[before]);
-        before = stage;
-        if (++stage == kStages) stage = 0, parity ^= 1;
-      }
-      wait_group_multiply(sums);
-      if (steps() != 0 && lane() == 0) barrier_arrive(&shared.empty[before]);
-      if (warp * 16 < tile.rows) store(sums, tile, warp);
     }
   }
 };

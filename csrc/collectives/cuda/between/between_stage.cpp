@@ -60,7 +60,7 @@ struct Meeting {
 };
 
 // Tells the others of this rank's window, or why there is none. Returns where those of its rail are; sets `why` if a
-// rank has none. compare(peer, record) throws what ends the meeting.
+// rank that should have one has none. compare(peer, record) throws what ends the meeting.
 std::vector<GpuWindow::Remote> meet(const Meeting& meeting, const NodePlan& plan, KeyValueStore& store,
                                     RmaRecord record, const GpuWindow* window,
                                     const std::function<void(int, const RmaRecord&)>& compare, std::string& why) {
@@ -82,7 +82,8 @@ std::vector<GpuWindow::Remote> meet(const Meeting& meeting, const NodePlan& plan
       reject(meeting.rank, peer, error);
     }
     compare(peer, found);
-    if (window != nullptr && found.reason.empty() && found.elements != window->bytes())
+    const bool has_rail = plan.local_of(peer) < plan.rails();
+    if (window != nullptr && has_rail && found.reason.empty() && found.elements != window->bytes())
       reject(meeting.rank, peer,
              Error(ErrorKind::mismatch, "its memory has " + std::to_string(found.elements) + " bytes, not " +
                                             std::to_string(window->bytes())));
@@ -102,18 +103,22 @@ uint64_t time_limit_of(const OperationContext& context) {
 std::string BetweenStage::why_not(const NodePlan& plan) {
   if (plan.nodes() > device::kMostNodes)
     return std::to_string(plan.nodes()) + " nodes; kernels are made for up to " + std::to_string(device::kMostNodes);
-  if (plan.most_in_node() != plan.rails()) return "its nodes have unequal numbers of ranks";
   if (plan.most_in_node() > device::kMostPlaces)
     return std::to_string(plan.most_in_node()) + " ranks a node; kernels are made for up to " +
            std::to_string(device::kMostPlaces);
   return "";
 }
 
+std::string BetweenStage::no_regions(const NodePlan& plan) {
+  return plan.most_in_node() == plan.rails() ? "" : "its nodes have unequal numbers of ranks";
+}
+
 BetweenStage::BetweenStage(Setup setup, const NodePlan& plan)
     : setup_(std::move(setup)),
       plan_(plan),
       scratch_(DeviceMemory::allocate(setup_.device, setup_.scratch_bytes)),
-      window_(make_window(setup_.shape.value_or(GpuWindow::Shape::of(plan.nodes())), kWindows)) {}
+      window_(plan.has_rail() ? make_window(setup_.shape.value_or(GpuWindow::Shape::of(plan.nodes())), kWindows)
+                              : nullptr) {}
 
 std::unique_ptr<GpuWindow> BetweenStage::make_window(const GpuWindow::Shape& shape, int32_t number) const {
   GpuWindow::Setup window;
@@ -147,12 +152,13 @@ std::unique_ptr<BetweenStage> BetweenStage::open(Setup setup, const NodePlan& pl
   };
   auto remotes = meet(meeting, plan, store, record, stage ? stage->window_.get() : nullptr, compare, why);
   if (!why.empty()) return nullptr;
-  stage->window_->connect(std::move(remotes));
+  if (stage->window_) stage->window_->connect(std::move(remotes));
   return stage;
 }
 
 std::unique_ptr<GpuWindow> BetweenStage::region_window(const GpuWindow::Shape& shape, uint64_t fingerprint,
                                                        const std::exception_ptr& failed, std::string& why) {
+  if (why.empty()) why = no_regions(plan_);
   const uint32_t region = regions_++;
   const Meeting meeting{setup_.rank, setup_.size, setup_.timeout, setup_.prefix + "/region/" + std::to_string(region)};
   RmaRecord record;
@@ -191,7 +197,8 @@ void BetweenStage::move(const Operation& operation, const Blocks& blocks) {
 }
 
 void BetweenStage::add(const Operation& operation, const Blocks& blocks, bool average) {
-  launch(operation, blocks, blocks.parts.wide ? device::BetweenForm::add_wide : device::BetweenForm::add, average);
+  launch(operation, blocks,
+         blocks.parts.brings == Brings::wide_sum ? device::BetweenForm::add_wide : device::BetweenForm::add, average);
 }
 
 std::byte* BetweenStage::factor(int node, int place) const {
@@ -208,23 +215,25 @@ void BetweenStage::set_factor(const Operation& operation) const {
           "cuMemsetD32Async");
 }
 
-// With several inputs a node, a chunk holds as many bytes of each, or as many elements as their partial sums have room.
+// With several inputs a node, a chunk holds as many bytes of each as the largest node has room for, or as many elements
+// as their partial sums have room: alike for all nodes.
 void BetweenStage::set_parts(const Operation& operation, const Parts& parts, device::BetweenParams& params) const {
   const uint64_t chunk = params.window.chunk_bytes;
   device::BetweenParts& to = params.parts;
   to.count = parts.count;
-  if (parts.count == 1) {
-    for (int node = 0; node < params.window.nodes; ++node)
-      to.order[node] = static_cast<uint16_t>(node * device::kMostPlaces);
+  if (parts.brings == Brings::sum) {
+    to.all = params.window.nodes;
+    for (int node = 0; node < to.all; ++node) to.order[node] = static_cast<uint16_t>(node * device::kMostPlaces);
     params.piece_bytes = chunk;
     return;
   }
   to.others = static_cast<const char*>(parts.others), to.stride = parts.stride, to.own = plan_.local();
   std::copy(parts.at.begin(), parts.at.end(), to.at);
-  for (int rank = 0; rank < setup_.size; ++rank)
+  to.all = setup_.size;
+  for (int rank = 0; rank < to.all; ++rank)
     to.order[rank] = static_cast<uint16_t>(plan_.node_of(rank) * device::kMostPlaces + plan_.local_of(rank));
   const uint64_t wider = sizeof(float) / device::scalar_bytes(params.dtype);
-  params.piece_bytes = chunk / (parts.wide ? wider : parts.count) / 16 * 16;
+  params.piece_bytes = chunk / (parts.brings == Brings::wide_sum ? wider : plan_.most_in_node()) / 16 * 16;
 }
 
 void BetweenStage::launch(const Operation& operation, const Blocks& blocks, device::BetweenForm form, bool average) {

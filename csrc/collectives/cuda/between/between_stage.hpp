@@ -1,7 +1,8 @@
 // The stage between nodes of a group's collectives on CUDA tensors: launches the kernels of cuda/between.cuh.
 //
 // All ranks open it together and agree whether they have it. Operations are enqueued on the operation's stream, in the
-// same order on all ranks that exchange, and may be captured.
+// same order on all ranks that exchange, and may be captured. There are as many rails as the smallest node has ranks; a
+// rank whose place is beyond them has the scratch memory, and exchanges nothing.
 #pragma once
 
 #include <exception>
@@ -51,14 +52,17 @@ class BetweenStage {
   // Why no group of this shape has the stage; empty: it may.
   static std::string why_not(const NodePlan& plan);
 
+  // What each node brings to a sum: its own sum in the tensor's type, or in float32, or the inputs of its ranks, to be
+  // added in the order of all ranks. Alike on all ranks.
+  enum class Brings { sum, wide_sum, inputs };
   // What a sum takes of this node: one input, at `send`, or one of each of its ranks, of which this rank's is at
   // `send`.
   struct Parts {
+    Brings brings = Brings::sum;
     int count = 1;
     const void* others = nullptr;  // that of place i for node n: at others + i * stride + at[n]
     uint64_t stride = 0;
     std::vector<uint64_t> at;
-    bool wide = false;  // the node's sum goes in float32; else the inputs go, to be added in the order of all ranks
   };
   // By node, whom this rank exchanges with there. [own]: what this rank keeps, which is copied unless both are one.
   struct Blocks {
@@ -68,6 +72,7 @@ class BetweenStage {
     std::vector<uint64_t> send_bytes, receive_bytes;
     Parts parts;
   };
+  // Of ranks with a rail alone, as add().
   void move(const Operation& operation, const Blocks& blocks);
   // receive[own] = the sum of what all send to this node, in the order of nodes or of `parts`; with send_bytes[own] =
   // receive_bytes[own], and the same of each node, 0 where nothing comes here. average: divided by the group's size.
@@ -77,6 +82,8 @@ class BetweenStage {
   std::byte* factor(int node, int place) const;
   void set_factor(const Operation& operation) const;
 
+  // Why regions of such a group have no window; empty: they may.
+  static std::string no_regions(const NodePlan& plan);
   // A window for kernels of a compiled region, whose tasks use it as cuda/loop/between.cuh says. Collective, not during
   // capture. `why`: of this rank, why it has none; empty: it may. Returns null on all ranks, and sets `why`, if one has
   // none. Throws Error(mismatch) on all ranks if their fingerprints differ. `failed`: what has ended the meeting on
@@ -88,9 +95,9 @@ class BetweenStage {
   std::byte* scratch() const { return reinterpret_cast<std::byte*>(scratch_.data()); }
   size_t scratch_bytes() const { return setup_.scratch_bytes - kFactors; }
 
-  const rdma::GpuPath& path() const { return window_->path(); }
-  uint64_t bytes() const { return window_->bytes(); }  // of memory that the NIC uses
-  uint64_t requests() const { return window_->requests(); }
+  const rdma::GpuPath& path() const { return window_->path(); }      // of a rank with a rail
+  uint64_t bytes() const { return window_ ? window_->bytes() : 0; }  // of memory that the NIC uses
+  uint64_t requests() const { return window_ ? window_->requests() : 0; }
   const SumOrder& sums() const { return setup_.sums; }
 
  private:
@@ -105,8 +112,8 @@ class BetweenStage {
   const Setup setup_;
   const NodePlan plan_;
   const DeviceMemory scratch_;
-  const std::unique_ptr<rdma::GpuWindow> window_;
-  uint32_t regions_ = 0;  // calls of region_window()
+  const std::unique_ptr<rdma::GpuWindow> window_;  // null beyond the rails
+  uint32_t regions_ = 0;                           // calls of region_window()
 };
 
 }  // namespace ark

@@ -4,7 +4,12 @@
 // and an all_gather in the node; the other collectives divide in the same way, so that every rank's NIC carries its
 // share. Sums are those of the CPU's groups (CarriedCommunicator): by default each node's ranks in their order, then
 // the nodes, with partial sums of 8- and 16-bit floats in float32; SumOrder has the other ways. The bits are the same
-// on all ranks and in every run of a placement. All nodes have equally many ranks.
+// on all ranks and in every run of a placement.
+//
+// Nodes may have different numbers of ranks: there are as many rails as the smallest has, and a rank beyond them takes
+// part in its node's stages alone. What is a rank's own (a block of a gather, say) goes between nodes in turns: in turn
+// t rail i carries the blocks of place i + t * rails. How many turns there are, and how large slices are, follows from
+// the whole plan, so that both ends of a rail agree.
 #pragma once
 
 #include <algorithm>
@@ -69,21 +74,44 @@ class NodesCommunicator final : public Communicator {
   int member(int node, int place) const { return plan_.members(node)[place]; }
   int here() const { return plan_.node(); }
   int nodes() const { return plan_.nodes(); }
-  int places() const { return static_cast<int>(plan_.own().size()); }
-  bool lone() const { return places() == 1; }
+  int places(int node) const { return static_cast<int>(plan_.members(node).size()); }
+  int places() const { return places(here()); }
+  int most_places() const { return plan_.most_in_node(); }
+  bool lone() const { return places() == 1; }  // nothing to do in this node
+  bool flat() const { return plan_.flat(); }   // nor in any other
+  int rails() const { return plan_.rails(); }
+  bool has_rail() const { return plan_.has_rail(); }
+
+  int turns() const { return (most_places() + rails() - 1) / rails(); }
+  // Ranks of a node whose blocks go in a turn; from place turn * rails() on, by the first rails.
+  int in_turn(int node, int turn) const { return std::clamp(places(node) - turn * rails(), 0, rails()); }
+  // Whether this rank carries a block for that node's ranks in a turn; for whom, if so.
+  bool carries(int node, int turn) const { return place() < in_turn(node, turn); }
+  int carried(int node, int turn) const { return member(node, place() + turn * rails()); }
+
+  // Messages of an all_to_all in the node; what is not set is empty.
+  struct Messages {
+    explicit Messages(int places) : ins(places, Bytes{nullptr, 0}), outs(places, MutableBytes{nullptr, 0}) {}
+    std::vector<Bytes> ins;
+    std::vector<MutableBytes> outs;
+  };
+  void exchange(const Operation& operation, const Messages& messages);
+  enum class Way { to_rail, from_rail };
+  void hand_over(const Operation& operation, int turn, Way way, const void* from, void* to, size_t bytes);
 
   ElementRange part(size_t count, int place, size_t element) const;
   void spread_in_node(const Operation& operation, void* data, size_t count, size_t element, int only);
   std::byte* scratch(size_t offset = 0) const { return stage_->scratch() + offset; }
 
   // Sums (nodes_sums.cpp).
-  enum class Brings { sum, wide_sum, inputs };  // what a node's rank brings to the stage between nodes
+  using Brings = BetweenStage::Brings;
   struct Share {
     ElementRange range;  // this rank's part of the tensor
     const void* data;    // the node's sum of it, or this rank's input
     BetweenStage::Parts parts;
   };
   Brings brings(const Descriptor& descriptor) const;
+  bool sums_here(const Operation& operation) const;
   size_t sent_for(Brings what, DType dtype) const;
   size_t most_at_once(size_t bytes, size_t element) const;
   BetweenStage::Parts inputs_at(size_t offset, size_t stride, Brings what) const;

@@ -42,7 +42,7 @@ TEST(Lanes, BlocksShareAMessage) {
     for (const uint64_t bytes : {uint64_t{0}, uint64_t{1}, uint64_t{8192}, uint64_t{8193}, uint64_t{1'000'003}}) {
       uint64_t sum = 0, end = 0;
       for (uint32_t block = 0; block < blocks; ++block) {
-        const device::BulkShare share{bytes, block, blocks};
+        const device::BulkShare<> share{bytes, block, blocks};
         for (uint32_t step = 0; step < share.steps(); ++step) {
           ASSERT_GT(share.size(step), 0u);
           sum += share.size(step), end = std::max(end, share.at(step) + share.size(step));
@@ -58,6 +58,9 @@ TEST(Lanes, BlocksShareAMessage) {
       EXPECT_GE(layout.results.bulk.depth, 4u);
       EXPECT_TRUE(std::has_single_bit(layout.results.bulk.depth));
       EXPECT_GE(layout.collectives.lines.lanes, blocks) << "landings have words for each";
+      EXPECT_GE(layout.transfers.bulk.lanes, 1u);
+      EXPECT_LE(layout.transfers.bulk.lanes, blocks);
+      EXPECT_LE(layout.transfers.bulk.lanes * 2 * (ranks - 1), 128u) << "transfers with all peers wait at once";
     }
   }
   EXPECT_EQ(ArenaLayout(2).collectives.bulk.lanes, 0u);

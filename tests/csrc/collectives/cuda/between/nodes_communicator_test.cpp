@@ -91,6 +91,10 @@ TEST_P(NodesForms, EveryCollectiveOfEverySize) {
         aim(all);
         group.all_gather(what(Kind::all_gather), mine.data(), outs.data(), bytes);
         EXPECT_EQ(all, gathered) << count;
+        std::fill(all.begin(), all.end(), 0.0F);
+        std::copy(mine.begin(), mine.end(), all.begin() + static_cast<ptrdiff_t>(each) * me);
+        group.all_gather(what(Kind::all_gather), outs[me], outs.data(), bytes);  // as FSDP calls it
+        EXPECT_EQ(all, gathered) << count;
       }
       for (int root = 0; root < size; ++root) {
         const auto mine = values(me, each);
@@ -128,6 +132,9 @@ TEST_P(NodesForms, EveryCollectiveOfEverySize) {
 INSTANTIATE_TEST_SUITE_P(Of, NodesForms,
                          ::testing::Values(Form{2, 1, 1, 2}, Form{2, 2, 4}, Form{3, 1, 1}, Form{2, 1, 0},
                                            Form{2, 3, 3}));
+INSTANTIATE_TEST_SUITE_P(Uneven, NodesForms,
+                         ::testing::Values(Form::of({2, 3}, 5), Form::of({3, 1, 2}, 2, true), Form::of({1, 3}, 1),
+                                           Form::of({5, 2}, 0)));
 
 // Sums of every type are those of the CPU's group, which adds in the same order; and alike on all ranks.
 TEST_F(NodesTest, TypesAndOperations) {
@@ -184,6 +191,43 @@ TEST_F(NodesTest, OneThatRefusesIsNamedEverywhere) {
   world.refusing = 1;
   for (const std::string& told : world.run([](Communicator&, World::Rank&, int) { FAIL(); }))
     EXPECT_NE(told.find("rank 1: a test wants it so"), std::string::npos) << told;
+}
+
+// Also one beyond the rails, and to one that has none.
+TEST_F(NodesTest, OneThatRefusesInAnUnevenNodeIsNamedEverywhere) {
+  for (const int refusing : {0, 2}) {
+    World world(Form::of({1, 2}, 3));
+    world.refusing = refusing;
+    for (const std::string& told : world.run([](Communicator&, World::Rank&, int) { FAIL(); }))
+      EXPECT_NE(told.find("rank " + std::to_string(refusing) + ": a test wants it so"), std::string::npos) << told;
+  }
+}
+
+TEST_F(NodesTest, RegionsOverUnevenNodesAreRefusedEverywhere) {
+  World world(Form::of({2, 3}, 0));
+  expect_quiet(world.run([&](Communicator& group, World::Rank&, int) {
+    std::string why;
+    auto& stage = static_cast<NodesCommunicator&>(group).stage();
+    EXPECT_FALSE(stage.region_window({.lanes = 1, .slots = 2, .chunk_bytes = 1024}, 1, nullptr, why));
+    EXPECT_EQ(why, "rank 0: its nodes have unequal numbers of ranks");
+  }));
+}
+
+// A rank without a rail waits for those of its node, and is waited for.
+TEST_F(NodesTest, NoRankOfUnevenNodesWaitsForEver) {
+  for (const int absent : {0, 2}) {
+    World world(Form::of({1, 2}, 0), std::chrono::milliseconds(300));
+    const auto thrown = world.run([&](Communicator& group, World::Rank&, int me) {
+      std::vector<float> data(100000);
+      if (me == absent) return std::this_thread::sleep_for(std::chrono::milliseconds(1200));
+      group.all_reduce(world.operation(Kind::all_reduce, DType::f32, data.size()), data.data(), data.data(),
+                       data.size());
+    });
+    for (int rank = 0; rank < world.size(); ++rank) EXPECT_EQ(thrown[rank].empty(), rank == absent) << thrown[rank];
+    EXPECT_NE(thrown[absent == 0 ? 1 : 0].find("waited for rank " + std::to_string(absent == 0 ? 0 : 1)),
+              std::string::npos)
+        << thrown[0] << thrown[1];
+  }
 }
 
 TEST_F(NodesTest, APeerThatDoesNotComeIsNamedAtTheLimit) {

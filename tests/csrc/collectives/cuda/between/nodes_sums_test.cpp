@@ -18,8 +18,8 @@ struct Case {
   SumOrder sums;
 };
 void PrintTo(const Case& one, std::ostream* out) {
-  *out << one.form.nodes << " nodes of " << one.form.places << (one.form.interleaved ? ", interleaved" : "")
-       << text_of(one.sums);
+  PrintTo(one.form, out);
+  *out << text_of(one.sums);
 }
 
 // Values of moderate exponents and both signs, whose sums show in which order and how often they were rounded.
@@ -148,6 +148,12 @@ INSTANTIATE_TEST_SUITE_P(Of, NodesSums,
                                            Case{{2, 2, 0}, {false, true}}, Case{{3, 2, 3, 1, true}, {}},
                                            Case{{3, 2, 0, 1, true}, {true, false}}, Case{{2, 3, 6}, {}},
                                            Case{{2, 3, 6, 1, true}, {true, true}}, Case{{3, 1, 3}, {}}));
+INSTANTIATE_TEST_SUITE_P(Uneven, NodesSums,
+                         ::testing::Values(Case{Form::of({2, 3}, 5), {}}, Case{Form::of({2, 3}, 1), {true, false}},
+                                           Case{Form::of({3, 2}, 0, true), {false, true}},
+                                           Case{Form::of({3, 1, 2}, 2), {}},
+                                           Case{Form::of({3, 1, 2}, 6, true), {true, false}},
+                                           Case{Form::of({1, 2, 3}, 3, true), {false, true}}));
 
 // Eight ranks a node: the most that kernels take.
 TEST_F(NodesTest, FullNodesInTheOrderOfAllRanks) {

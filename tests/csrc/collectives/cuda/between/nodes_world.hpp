@@ -2,6 +2,7 @@
 // rings, and shared memory of the CPU stands for the GPUs of a node.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -22,8 +23,36 @@ struct Form {
   int nodes, places;
   int direct;  // this many of the first ranks have GPU memory that the NIC reaches
   int rails = 1;
-  bool interleaved = false;  // rank r is on node r % nodes; else node after node
+  bool interleaved = false;  // the nodes get a rank each in turn, while they have room; else node after node
+  std::vector<int> uneven;   // ranks of each node; empty: `places`
+
+  // For example {2, 3}.
+  static Form of(std::vector<int> ranks, int direct, bool interleaved = false, int rails = 1) {
+    const int nodes = static_cast<int>(ranks.size()), most = *std::ranges::max_element(ranks);
+    return {nodes, most, direct, rails, interleaved, std::move(ranks)};
+  }
+  int on(int node) const { return uneven.empty() ? places : uneven[node]; }
+  int size() const {
+    int all = 0;
+    for (int node = 0; node < nodes; ++node) all += on(node);
+    return all;
+  }
+  // By rank.
+  std::vector<int> placement() const {
+    std::vector<int> where;
+    if (!interleaved)
+      for (int node = 0; node < nodes; ++node) where.insert(where.end(), on(node), node);
+    for (int place = 0; place < places && interleaved; ++place)
+      for (int node = 0; node < nodes; ++node)
+        if (place < on(node)) where.push_back(node);
+    return where;
+  }
 };
+inline void PrintTo(const Form& form, std::ostream* out) {
+  *out << "nodes of";
+  for (int node = 0; node < form.nodes; ++node) *out << (node > 0 ? " + " : " ") << form.on(node);
+  *out << (form.interleaved ? ", interleaved" : "");
+}
 
 // The ranks of a group as threads.
 class World {
@@ -36,10 +65,10 @@ class World {
   using Body = std::function<void(Communicator& group, Rank& rank, int number)>;
 
   explicit World(Form form, std::chrono::milliseconds limit = std::chrono::seconds(30))
-      : form_(form), limit_(limit), group_(form.nodes * form.places, {}, pretended_options(), 1024, form.rails) {}
+      : form_(form), limit_(limit), group_(form.size(), {}, pretended_options(), 1024, form.rails) {}
 
-  int size() const { return form_.nodes * form_.places; }
-  int node_of(int rank) const { return form_.interleaved ? rank % form_.nodes : rank / form_.places; }
+  int size() const { return static_cast<int>(placement_.size()); }
+  int node_of(int rank) const { return placement_[rank]; }
   Messages& messages(int rank) { return group_[rank]; }
 
   Operation operation(Kind kind, DType dtype, size_t count, ReduceOp op = ReduceOp::sum, int root = -1) const {
@@ -50,7 +79,7 @@ class World {
   std::vector<std::string> run(const Body& body) {
     std::vector<std::string> thrown(size());
     std::vector<test::Job> jobs;
-    for (int node = 0; node < form_.nodes; ++node) jobs.push_back(test::make_job(form_.places));
+    for (int node = 0; node < form_.nodes; ++node) jobs.push_back(test::make_job(form_.on(node)));
     std::vector<std::thread> threads;
     for (int number = 0; number < size(); ++number)
       threads.emplace_back([&, number] {
@@ -66,10 +95,9 @@ class World {
 
  private:
   void run_one(int number, test::Job& job, const Body& body) {
-    std::vector<int> nodes(size());
-    for (int r = 0; r < size(); ++r) nodes[r] = node_of(r);
-    const NodePlan plan(nodes, number);
-    const auto node = std::make_shared<ShmCommunicator>(plan.local(), form_.places, std::move(job.ranks[plan.local()]),
+    const NodePlan plan(placement_, number);
+    const int places = static_cast<int>(plan.own().size());
+    const auto node = std::make_shared<ShmCommunicator>(plan.local(), places, std::move(job.ranks[plan.local()]),
                                                         test::default_options());
     Rank rank;
     std::mutex mutex;
@@ -102,7 +130,10 @@ class World {
     std::string why;
     auto stage = BetweenStage::open(std::move(setup), plan, store, why);
     if (!stage) throw Error(ErrorKind::system, why);
-    EXPECT_EQ(stage->path().direct, number < form_.direct) << stage->path().reason;
+    EXPECT_EQ(stage->bytes() > 0, plan.has_rail());
+    if (plan.has_rail()) {
+      EXPECT_EQ(stage->path().direct, number < form_.direct) << stage->path().reason;
+    }
     rank.group = std::make_unique<NodesCommunicator>(number, size(), plan, node, std::move(stage));
     try {
       body(*rank.group, rank, number);
@@ -120,6 +151,7 @@ class World {
   std::string refused(int rank) const { return rank == refusing ? "a test wants it so" : ""; }
 
   const Form form_;
+  const std::vector<int> placement_ = form_.placement();
   const std::chrono::milliseconds limit_;
   Group group_;
 
