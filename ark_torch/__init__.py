@@ -7,6 +7,7 @@ PyTorch and the extension fit each other, and registers the backend; the first g
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +15,15 @@ from ark_torch import _autoload
 from ark_torch._version import __version__
 
 if TYPE_CHECKING:
+    import torch
+
     from ark_torch._C import Options
     from ark_torch.compile.report import Report
     from ark_torch.compile.resident import Resident
 
 _autoload.on_import()
 
-__all__ = ["Options", "__version__", "explain", "flight_record", "resident"]
+__all__ = ["Options", "__version__", "explain", "export", "flight_record", "load", "resident"]
 
 
 def flight_record() -> dict[str, Any]:
@@ -40,6 +43,32 @@ def explain(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
     from ark_torch.compile.explain import explain as implementation
 
     return implementation(model, *args, **kwargs)
+
+
+def export(
+    model: Callable[..., Any],
+    args: Sequence[Any],
+    path: str | os.PathLike[str],
+    kwargs: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> None:
+    """Compiles the call model(*args, **kwargs) for inference and saves it; `ark_torch.load(path)` runs it in a process
+    that has no compiler, for arguments of the same shapes and dtypes.
+
+    Parameters are not in the file. All of the model must be ark's; with options={"choose": "inductor"} Inductor's code
+    is saved instead. `options` are those of torch.compile(options=...).
+    """
+    from ark_torch.compile.export import export as implementation
+
+    implementation(model, args, path, kwargs, options)
+
+
+def load(path: str | os.PathLike[str], model: torch.nn.Module | None = None) -> Callable[..., Any]:
+    """A function that `ark_torch.export` saved. Of a module: `model` is one of its kind, whose parameters and buffers
+    are used. The file is unpickled: load only what you trust."""
+    from ark_torch.compile.export import load as implementation
+
+    return implementation(path, model)
 
 
 def resident(

@@ -183,6 +183,12 @@ def serving(load: Load, name: str) -> str:
     return f"{where}; {about['dtype']}.\n\n{_scripts('serving').table(about['rows'])}"
 
 
+def many_rows(load: Load) -> str:
+    about = load("many_rows_h200")
+    head = f"{about['gpus']}, PyTorch {about['versions']['torch']}; {about['date']}."
+    return f"{head}\n\n{_scripts('many_rows').table(about['rows'])}"
+
+
 def once_measured(command: str, table: Callable[[Load], str]) -> Callable[[Load], str]:
     """The table, or a sentence that says how to measure it while its file is not there."""
 
@@ -216,6 +222,11 @@ TABLES: dict[str, Callable[[Load], str]] = {
     "low-bits": low_bits,
     "low-bits-rows": low_bits_rows,
     "low-bits-cpu": once_measured("python benchmarks/low_bits.py", low_bits_cpu),
+    "many-rows": once_measured("python benchmarks/many_rows.py --device cuda", many_rows),
+    "loop-account-bert": once_measured(
+        "python benchmarks/loop_account.py --model bert-large",
+        lambda load: loop_account(load, "loop_account_bert-large_h200"),
+    ),
     "serving-cpu": once_measured("python benchmarks/serving.py", lambda load: serving(load, "serving_cpu")),
     "serving-h200": once_measured(
         "python benchmarks/serving.py --device cuda", lambda load: serving(load, "serving_h200")

@@ -172,7 +172,8 @@ def main() -> int:
     whole, rows = account(chosen, plan)
     ranks = "" if arguments.ranks == 1 else f"_{arguments.ranks}_ranks"
     weights = f"_{arguments.weights}" if arguments.weights else ""
-    path = arguments.output / f"loop_account{weights}{ranks}_{gpu_models.slug(arguments.device)}.json"
+    model = "" if arguments.model == "llama-1b" else f"_{arguments.model.replace(' ', '-')}"
+    path = arguments.output / f"loop_account{model}{weights}{ranks}_{gpu_models.slug(arguments.device)}.json"
     report.write_json(
         path,
         {**about, "model": arguments.model, "weights": arguments.weights, "ranks": arguments.ranks, "step": whole},

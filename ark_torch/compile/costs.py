@@ -37,7 +37,10 @@ def instead(record: _cost_files.Record) -> Iterator[None]:
 @functools.cache
 def _kept(cache: str, device: int) -> _cost_files.Record:
     """Once per process, so that all of a program's plans have the same figures."""
-    properties = torch.cuda.get_device_properties(device)
+    try:
+        properties = torch.cuda.get_device_properties(device)
+    except (RuntimeError, AssertionError):  # the region says what is wrong with the device
+        return _cost_files.Record()
     found = _cost_files.recall(properties.name, properties.multi_processor_count)
     return _cost_files.Record() if found is None else found
 

@@ -1,9 +1,10 @@
-"""Measures which cache policies of loop kernels gain on this GPU (`ark tune --costs`), for CacheCosts of
-csrc/compiler/schedule/plan.hpp.
+"""Compares plans of a decoder's layer on this GPU (`ark tune --costs`): with measured costs, and with cache policies.
 
-Each candidate has one constant changed. It runs two decoding steps: of more weights than the second-level cache holds,
-and of half as many. Candidates and the plain plan take turns, each as a CUDA graph, in one process with the same
-weights. What gains is kept; several together are measured once more, as they may get into each other's way.
+Measured costs are kept only if plans made with them are no slower than those made with the built-in ones, since a plan
+depends on more than its costs: figures of few rows by a decoding step, figures of tiles by a prompt. For CacheCosts of
+csrc/compiler/schedule/plan.hpp each candidate has one constant changed, and runs decoding steps of more weights than
+the second-level cache holds, and of half as many. What gains is kept; several together are measured once more, as they
+may get into each other's way. All take turns, each as a CUDA graph, in one process with the same weights.
 """
 
 from __future__ import annotations
@@ -33,12 +34,17 @@ class Shape:
     dim: int
     inner: int
     context: int
-    heads: int = 0  # of 128; 0: as many as fit
+    heads: int = 0  # 0: of 128
+    rows: int = 1  # positions at once
 
     @classmethod
     def large(cls) -> Shape:
         """400 MB of weights, 32 MB of keys and values."""
         return cls(4096, 14336, 8192)
+
+    @classmethod
+    def prompt(cls) -> Shape:
+        return cls(2048, 8192, 512, rows=512)
 
     @classmethod
     def near(cls, cache_bytes: int) -> Shape:
@@ -48,7 +54,7 @@ class Shape:
 
 
 class Layer(nn.Module):
-    """A decoder's layer at one position, with its cache of keys and values."""
+    """A decoder's layer, with its cache of keys and values."""
 
     keys: Tensor
     values: Tensor
@@ -70,12 +76,12 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, position: Tensor) -> Tensor:
         h = self.first(x)
-        q, k, v = (w(h).view(1, 1, -1, self.size).transpose(1, 2) for w in (self.query, self.key, self.value))
+        q, k, v = (w(h).view(*x.shape[:2], -1, self.size).transpose(1, 2) for w in (self.query, self.key, self.value))
         self.keys.index_copy_(2, position, k)
         self.values.index_copy_(2, position, v)
         mask = (self.positions[None, :] <= position[:, None])[None, None]
         a = F.scaled_dot_product_attention(q, self.keys, self.values, attn_mask=mask, enable_gqa=True)
-        x = x + self.out(a.transpose(1, 2).reshape(1, 1, -1))
+        x = x + self.out(a.transpose(1, 2).reshape(x.shape))
         h = self.second(x)
         result: Tensor = x + self.down(F.silu(self.gate(h)) * self.up(h))
         return result
@@ -105,7 +111,7 @@ def decide(plain: Mapping[str, float], times: Mapping[str, float], cache_bytes: 
 
 
 class Steps:
-    """The two steps, compiled with any CacheCosts."""
+    """Layers by name, compiled with any figures and any CacheCosts."""
 
     def __init__(self, device: torch.device, shapes: Mapping[str, Shape], dtype: torch.dtype) -> None:
         self.device = device
@@ -116,8 +122,8 @@ class Steps:
     def _model(self, shape: Shape, dtype: torch.dtype) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
         with self.device:
             model = Layer(shape).to(dtype).requires_grad_(False).eval()
-            x = torch.randn(1, 1, shape.dim, dtype=dtype)
-            return model, (x, torch.tensor([shape.context - 1]))
+            x = torch.randn(1, shape.rows, shape.dim, dtype=dtype)
+            return model, (x, torch.arange(shape.context - shape.rows, shape.context))
 
     @torch.no_grad()
     def compiled(self, step: str, caches: Mapping[str, Any], figures: Mapping[str, float]) -> Step:
@@ -173,6 +179,26 @@ class Steps:
         events[-1].record()
         torch.cuda.synchronize(self.device)
         return [a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(events[1:])]
+
+
+def kept(
+    steps: Steps, measured: Mapping[str, float], say: Callable[[str], None], turns: int = TURNS
+) -> dict[str, float]:
+    """Those of the measured figures with which plans are no slower than with the built-in ones."""
+    found: dict[str, float] = {}
+    for step, of_tiles in (("large", False), ("prompt", True)):
+        own = {name: value for name, value in measured.items() if name.startswith("tile_") == of_tiles}
+        if not own:
+            continue
+        run = {"without": steps.compiled(step, {}, found), "with": steps.compiled(step, {}, {**found, **own})}
+        with torch.no_grad():
+            times = steps.in_turns(run, turns)
+        good = times["with"] <= WORTH * times["without"]
+        what = "a prompt" if of_tiles else "a decoding step"
+        told = "" if good else ": slower, so the built-in ones stay"
+        say(f"{what + ', costs':<26} {times['without']:>9.1f} us without, {times['with']:>9.1f} us with{told}")
+        found |= own if good else {}
+    return found
 
 
 def measure(

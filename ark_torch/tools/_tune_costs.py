@@ -321,11 +321,14 @@ def tune(device: torch.device, caches: bool, samples: str = "", output: str = ""
         Path(samples).write_text(json.dumps(found), encoding="utf-8")
     measured = figures(found)
     print("\n".join(table(measured, _C.plan.costs_of(arch))), flush=True)
+    cache_bytes = properties.L2_cache_size
+    shape = _tune_caches.Shape
+    shapes = {"large": shape.large(), "near": shape.near(cache_bytes), "prompt": shape.prompt()}
+    steps = _tune_caches.Steps(device, shapes, torch.bfloat16)
+    measured = _tune_caches.kept(steps, measured, lambda line: print(line, flush=True))
     gains: dict[str, Any] = {}
     if caches:
-        shapes = {"large": _tune_caches.Shape.large(), "near": _tune_caches.Shape.near(properties.L2_cache_size)}
-        steps = _tune_caches.Steps(device, shapes, torch.bfloat16)
-        gains = _tune_caches.measure(steps, properties.L2_cache_size, measured, lambda line: print(line, flush=True))
+        gains = _tune_caches.measure(steps, cache_bytes, measured, lambda line: print(line, flush=True))
         print(f"cache policies that gain: {gains or 'none'}")
     record = _cost_files.Record(measured, gains, _cost_files.now())
     about = {"torch": torch.__version__, "cuda": torch.version.cuda}

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import ark_torch
 from ark_torch.compile import saved
 from ark_torch.errors import CompileError
 
@@ -122,6 +123,61 @@ assert not os.path.exists("new-cache") or not os.listdir("new-cache")
 """,
         tmp_path,
     )
+
+
+def sequential() -> torch.nn.Module:
+    """PyTorch's own class, around which torch.compile puts a function that holds the module."""
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4)).eval()
+
+
+def test_exported_calls_run_elsewhere(tmp_path: Path) -> None:
+    x = torch.linspace(-2, 2, 24).view(3, 8)
+    options = {"minimum": 1}
+    ark_torch.export(step, (x,), tmp_path / "step.pt", options=options)
+    ark_torch.export(sequential(), (x,), str(tmp_path / "sequential.pt"))
+    ark_torch.export(llama(), (), tmp_path / "llama.pt", dict(zip(("ids", "pos"), tokens(), strict=True)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["llama.pt", "sequential.pt", "step.pt"]
+    here = [
+        ark_torch.load(tmp_path / "step.pt")(x),
+        ark_torch.load(tmp_path / "sequential.pt", sequential())(x),
+        ark_torch.load(tmp_path / "llama.pt", llama())(**dict(zip(("ids", "pos"), tokens(), strict=True))),
+    ]
+    for found, wanted in zip(here, (step(x), sequential()(x), llama()(*tokens())), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    torch.save(here, tmp_path / "results.pt")
+    elsewhere(
+        """
+import ark_torch
+x = torch.linspace(-2, 2, 24).view(3, 8)
+first, second, third = torch.load("results.pt")
+assert torch.equal(ark_torch.load("step.pt")(x), first)
+other = case.sequential()
+loaded = ark_torch.load("sequential.pt", other)
+assert torch.equal(loaded(x), second)
+other[2].bias.add_(1)
+torch.testing.assert_close(loaded(x), second + 1)
+ids, pos = case.tokens()
+assert torch.equal(ark_torch.load("llama.pt", case.llama())(ids=ids, pos=pos), third)
+""",
+        tmp_path,
+    )
+    for name in ("sequential", "llama"):
+        with pytest.raises(TypeError, match="was made of a module: give one of its kind"):
+            ark_torch.load(tmp_path / f"{name}.pt")
+
+
+def test_bad_exports_are_refused(tmp_path: Path) -> None:
+    x = torch.ones(3)
+    with pytest.raises(TypeError, match="args is a Tensor, not a tuple"):
+        ark_torch.export(step, x, tmp_path / "a")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="model is a int, not a module or a function"):
+        ark_torch.export(3, (x,), tmp_path / "a")  # type: ignore[arg-type]
+    with pytest.raises(FileNotFoundError, match="names a folder that is not there"):
+        ark_torch.export(step, (x,), tmp_path / "none" / "a")
+    with pytest.raises(FileNotFoundError):
+        ark_torch.load(tmp_path / "none")
+    assert not list(tmp_path.iterdir())
 
 
 def test_portable_caches_bring_regions(tmp_path: Path) -> None:

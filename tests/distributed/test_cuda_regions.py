@@ -24,6 +24,10 @@ def _meet(rank: Rank) -> None:
     assert [first() for _ in range(3)] == [1, 1, 1]
     with pytest.raises(dist.DistBackendError, match="compiled a region with other collectives"):
         other()
+    costs = [Summing(rank, group, 1000, costs={"task_us": us}) for us in (0.5, 0.5 + rank.rank)]
+    assert costs[0]() == 1, "measured costs are as good as others, where all ranks have them"
+    with pytest.raises(dist.DistBackendError, match=r"or other costs of work(?s:.*)ARK_COSTS=assumed"):
+        costs[1]()
     assert first() == 1
     late = Summing(rank, group, 1000)
     pretended.driver.pretend_capture(7)

@@ -262,6 +262,67 @@ def test_candidates_are_compiled_and_take_turns(monkeypatch: pytest.MonkeyPatch)
     assert found == {} and len(said) == 6
 
 
+def test_figures_that_make_slower_plans_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of tiles are judged by a prompt, on top of what a decoding step has kept."""
+    shapes = {"large": _tune_caches.Shape(128, 256, 64, 4), "prompt": _tune_caches.Shape(128, 256, 64, 4, rows=16)}
+    steps = _tune_caches.Steps(torch.device("cpu"), shapes, torch.float32)
+    measured = {"task_us": 0.3, "tile_start_us": 2.0}
+
+    def kept(large: float, prompt: float) -> tuple[dict[str, float], list[tuple[str, dict[str, float]]], list[str]]:
+        compiled: list[tuple[str, dict[str, float]]] = []
+        times = iter(({"without": 100.0, "with": large}, {"without": 100.0, "with": prompt}))
+        said: list[str] = []
+
+        def noted(step: str, caches: Any, figures: Any) -> Any:
+            compiled.append((step, dict(figures)))
+            return lambda: None
+
+        monkeypatch.setattr(steps, "compiled", noted)
+        monkeypatch.setattr(steps, "in_turns", lambda run, count: next(times))
+        return _tune_caches.kept(steps, measured, said.append), compiled, said
+
+    first, _ = steps.compiled("prompt", {}, {})(), steps.compiled("large", {}, {})()
+    assert first.shape == (1, 16, 128)
+    found, compiled, said = kept(100.5, 90.0)
+    assert found == measured and len(said) == 2 and "slower" not in "".join(said)
+    assert compiled == [
+        ("large", {}), ("large", {"task_us": 0.3}), ("prompt", {"task_us": 0.3}), ("prompt", measured)
+    ]  # fmt: skip
+    found, compiled, said = kept(120.0, 90.0)
+    assert found == {"tile_start_us": 2.0} and "slower, so the built-in ones stay" in said[0]
+    assert compiled[2:] == [("prompt", {}), ("prompt", {"tile_start_us": 2.0})]
+    assert kept(100.0, 102.0)[0] == {"task_us": 0.3}
+
+
+def test_the_tool_from_probes_to_the_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the CPU, with small layers, as if it were a GPU. Which figures are kept depends on times."""
+
+    class Properties:
+        name, multi_processor_count, major, minor, L2_cache_size = GPU, MULTIPROCESSORS, 8, 0, 1 << 20
+
+    monkeypatch.setenv("ARK_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    monkeypatch.setattr(_tune_costs.Size, "of_gpu", lambda count: _tune_costs.Size(2, 128, 256))
+    small = _tune_caches.Shape(64, 128, 32, 4)
+    for name in ("large", "near", "prompt"):
+        monkeypatch.setattr(_tune_caches.Shape, name, lambda *_: small)
+    samples = tmp_path / "samples.json"
+    assert _tune_costs.tune(torch.device("cpu"), True, str(samples)) == 0
+    told = capsys.readouterr().out
+    record = _cost_files.recall(GPU, MULTIPROCESSORS)
+    assert record is not None and record.told == f"measured {record.measured}"
+    seen = _tune_costs.figures(json.loads(samples.read_text()))
+    assert record.costs.items() <= seen.items() and record.costs.keys() in ({*seen}, set())
+    assert all(f"\n{name} " in told for name in _C.plan.costs_of("sm_80")) and "plain where near" in told
+    assert set(record.caches) <= set(_cost_files.CACHES) and "cache policies that gain: " in told
+    elsewhere = tmp_path / "elsewhere.json"
+    assert _tune_costs.tune(torch.device("cpu"), False, "", str(elsewhere)) == 0
+    assert _cost_files.read(elsewhere, GPU, MULTIPROCESSORS) is not None
+    assert "policies" not in capsys.readouterr().out
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize(
     "arguments, complaint",

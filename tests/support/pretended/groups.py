@@ -56,7 +56,9 @@ def host(tensor: torch.Tensor) -> torch.Tensor:
 class Summing:
     """A region that sums an input of that many elements over the ranks in place. Counts runs of the fallback."""
 
-    def __init__(self, rank: Rank, group: Any, elements: int, nodes: int = 1) -> None:
+    def __init__(
+        self, rank: Rank, group: Any, elements: int, nodes: int = 1, costs: dict[str, float] | None = None
+    ) -> None:
         self.fell = 0
         graph = _C.plan.Graph()
         buffer = graph.buffer("input", 0, elements * 4, mutated=True)
@@ -65,6 +67,7 @@ class Summing:
         attributes = {"group": 0, "ranks": rank.world_size, "reduce_op": "sum", "nodes": nodes}
         graph.node("all_reduce", [before], [after], attributes, "here")
         options = {"device": rank.rank, "groups": [group.group_name], "otherwise": self._otherwise}
+        options |= {"costs": costs or {}, "costs_from": "measured"}
         self.region = _C.plan.Region(graph, "a region", options)
         self.values = torch.ones(elements)
         self.given = on_rank(rank, self.values)

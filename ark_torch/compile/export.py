@@ -1,0 +1,89 @@
+"""ark_torch.export() and ark_torch.load(): one call of a model, compiled here, run by a process without a compiler.
+
+The file is PyTorch's own (torch.compiler.load_compiled_function reads it, too); this spares what its interface asks
+for: an option of 2.11's, the bound forward pass, and the model as the first argument of what is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ark_torch.errors import CompileError
+
+
+def _interface() -> Any:
+    """Within it PyTorch compiles ahead of time. Raises CompileError if this PyTorch cannot."""
+    if not hasattr(torch.compiler, "load_compiled_function"):
+        raise CompileError(
+            f"PyTorch {torch.__version__} saves no compiled programs; it takes torch.compiler's "
+            "load_compiled_function, which newer ones have"
+        )
+    import torch._dynamo.config as config
+
+    return config.patch(enable_aot_compile=True) if hasattr(config, "enable_aot_compile") else contextlib.nullcontext()
+
+
+def export(
+    model: Callable[..., Any],
+    args: Sequence[Any],
+    path: str | os.PathLike[str],
+    kwargs: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> None:
+    if not callable(model):
+        raise TypeError(f"export: model is a {type(model).__name__}, not a module or a function")
+    if isinstance(args, (str, torch.Tensor)) or not isinstance(args, Sequence):
+        raise TypeError(f"export: args is a {type(args).__name__}, not a tuple of the call's arguments: write (x,)")
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"export: path names a folder that is not there: {target.parent}")
+    with _interface(), torch.no_grad():
+        compiled: Any = torch.compile(
+            model, backend="ark", fullgraph=True, dynamic=False, options={"choose": "ark", **(options or {})}
+        )
+        function = compiled.forward if isinstance(model, nn.Module) else compiled
+        program = function.aot_compile((tuple(args), dict(kwargs or {})))
+        program.save_compiled_function(str(target), **_outside(model, program.save_compiled_function))
+
+
+def _outside(model: object, interface: Callable[..., Any]) -> dict[str, Any]:
+    """The module and its parts by name: a program that holds one is saved without it, and loaded with the caller's.
+    The first PyTorch to save programs has no such argument, and refuses these."""
+    if not isinstance(model, nn.Module) or "external_data" not in inspect.signature(interface).parameters:
+        return {}
+    return {"external_data": {f"model.{name}": part for name, part in model.named_modules()}}
+
+
+def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> Callable[..., Any]:
+    lacking = (
+        f"load: {os.fspath(path)} was made of a module: give one of its kind, whose parameters it takes, as `model`"
+    )
+    with _interface(), open(path, "rb") as file:
+        try:
+            function: Any = torch.compiler.load_compiled_function(
+                file, **_outside(model, torch.compiler.load_compiled_function)
+            )
+        except RuntimeError as error:
+            if model is None and "external reference" in str(error):
+                raise TypeError(lacking) from None
+            raise
+    # The module is the first argument, or is held by what PyTorch wrapped around a module of its own.
+    is_first = next(iter(function._artifacts.signature.parameters), "") == "self"
+    if is_first and model is None:
+        raise TypeError(lacking)
+    bound = functools.partial(function, model) if is_first else function
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return bound(*args, **kwargs)
+
+    return run

@@ -1,0 +1,38 @@
+"""The benchmark of models with many rows, on small ones: regions of ark, errors beside float32, and the table."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import start
+
+FOLDER = start.TESTS.parent / "benchmarks"
+MODELS = ["clip text, batch 8", "gpt2-xl prefill 512", "llama-1b decode, batch 4"]
+
+
+@pytest.mark.changed("benchmarks/many_rows.py", "benchmarks/cache_policy_apps.py", "benchmarks/gpu_models.py")
+def test_small_models_are_measured(tmp_path: Path) -> None:
+    def run(*models: str) -> tuple[list[dict], str]:
+        command = [sys.executable, str(FOLDER / "many_rows.py"), "--device", "as-cuda", "--only", *models]
+        done = subprocess.run(
+            [*command, "--ways", "ark", "--turns", "2", "--output", str(tmp_path)],
+            env=start.base_environment(),
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+        return json.loads((tmp_path / "many_rows_rehearsal.json").read_text())["rows"], done.stdout
+
+    run(MODELS[0])
+    rows, told = run(*MODELS[1:])
+    assert [row["model"] for row in rows] == MODELS, "rows of before are kept, in the order of the table"
+    for row in rows:
+        assert row["regions"] == 1 and not row["fallbacks"] and not row["left_out"], row
+        assert 0 < row["error"]["ark"] < 0.05 and row["microseconds"]["ark"]["median"] > 0
+        assert row["ratio"] is None and f"| {row['model']}, {row['dtype']} | " in told
