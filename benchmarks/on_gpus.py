@@ -115,7 +115,10 @@ def run(body: Body, ranks: int, arguments: argparse.Namespace, ends: float) -> t
             processes[-1].start()
         problem = ""
         while any(process.is_alive() for process in processes):
-            time.sleep(0.05)
+            try:
+                time.sleep(0.05)
+            except KeyboardInterrupt:  # keep what has been measured
+                problem, ends = "it was interrupted", 0.0
             failed = [number for number, process in enumerate(processes) if process.exitcode not in (None, 0)]
             if failed and not problem:
                 problem = f"rank {failed[0]} of {ranks} failed with exit code {processes[failed[0]].exitcode}"
