@@ -219,6 +219,7 @@ TABLES: dict[str, Callable[[Load], str]] = {
     "training-no-peer-access": lambda load: _scripts("training_report").table(load("training_no_peer_access")),
     "pipeline": lambda load: _scripts("pipeline").table(load("pipeline")),
     "pipeline-small": lambda load: _scripts("pipeline").table(load("pipeline_small")),
+    "pipeline-4-h200": lambda load: _scripts("pipeline").table(load("pipeline_4_h200")),
     "low-bits": low_bits,
     "low-bits-rows": low_bits_rows,
     "low-bits-cpu": once_measured("python benchmarks/low_bits.py", low_bits_cpu),
