@@ -63,7 +63,7 @@ class Watch:
             return 0
         try:
             return int(self._group._get_backend(self._device)._get_sequence_number_for_group())
-        except RuntimeError:  # the backend has no such number, or none before its first collective
+        except (RuntimeError, AttributeError):  # the backend has no such number, or none before its first collective
             return 0
 
 
