@@ -336,7 +336,8 @@ class CapturedStep:
 
         sums = step.buckets.sums if step.buckets is not None else None
         group = step.subject.group
-        watch = held.Watch(group, self._device) if group is not None else None
+        alike = step.subject.pipeline is None
+        watch = held.Watch(group, self._device, counts=alike) if group is not None else None
         with sums.recording(count) if sums is not None else contextlib.nullcontext():
             graph = _Graph(recorder.record(body), static, losses)
         if watch is not None:

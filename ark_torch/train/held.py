@@ -23,11 +23,15 @@ Held = dict[str, list[str]]  # group -> its collectives, in order
 
 
 class Watch:
-    """Notes the collectives from its creation to held()."""
+    """Notes the collectives from its creation to held().
 
-    def __init__(self, group: Any, device: torch.device) -> None:
+    With `counts`, also those of a backend that only counts. NCCL's number may include batches of sends and receives,
+    which the stages of a pipeline have in different numbers.
+    """
+
+    def __init__(self, group: Any, device: torch.device, counts: bool = True) -> None:
         self._members = dist.get_process_group_ranks(group)
-        self._group, self._device = group, device
+        self._group, self._device, self._counts = group, device, counts
         before = flight.record()
         self._newest = int(before["recorded"])
         self._numbers = {group["id"]: _last(group) for group in before["groups"]}
@@ -55,9 +59,11 @@ class Watch:
 
     def _count(self) -> int:
         """Of the step's own group, if its backend counts."""
+        if not self._counts:
+            return 0
         try:
             return int(self._group._get_backend(self._device)._get_sequence_number_for_group())
-        except RuntimeError:  # the backend has no such number, or none before its first collective
+        except (RuntimeError, AttributeError):  # the backend has no such number, or none before its first collective
             return 0
 
 

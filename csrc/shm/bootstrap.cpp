@@ -93,6 +93,7 @@ class Bootstrap {
     if (options_.size == 1) return alone(std::move(own), options_.allow_sharing);
     rendezvous_.publish(record);
     const std::vector<HandleRecord> records = rendezvous_.records();
+    check_releases(records);
     if (std::string reason = why_apart(records); !reason.empty())
       return {std::nullopt, std::move(reason), {}, nodes_of(records)};
 
@@ -129,6 +130,7 @@ class Bootstrap {
     record.network_space = identity_.network_space;
     record.uid = identity_.uid;
     record.pid = identity_.pid;
+    record.release = options_.release;
     if (!options_.allow_sharing) return record;
     if (options_.size > 1) {
       record.sharing = Sharing::unable;
@@ -144,6 +146,20 @@ class Bootstrap {
     record.segment_bytes = options_.segment_bytes;
     record.socket_name = listener.name;
     return record;
+  }
+
+  // All ranks have read the same records, so all raise the same error.
+  void check_releases(const std::vector<HandleRecord>& records) const {
+    for (const HandleRecord& record : records) {
+      if (record.release == records[0].release) continue;
+      const auto named = [](const HandleRecord& one) {
+        return "ark_torch " + text_of_release(one.release) + " on rank " + std::to_string(one.rank);
+      };
+      ErrorContext context{options_.rank, static_cast<int>(record.rank), "init", 0,
+                           "Install the same version on all machines."};
+      throw Error(ErrorKind::invalid_argument,
+                  "ranks have different versions: " + named(records[0]) + ", " + named(record), context);
+    }
   }
 
   // Publishes the reason before the record, so that readers of the record find it.

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "shm/handle.hpp"
 #include "shm/key_value.hpp"
 #include "shm/shared_memory.hpp"
 #include "util/unique_fd.hpp"
@@ -30,6 +31,7 @@ struct ConnectOptions {
   size_t segment_bytes = 0;  // of this rank's segment; ranks may differ
   std::chrono::milliseconds timeout{0};
   bool allow_sharing = true;
+  uint32_t release = this_release();       // all ranks must have the same
   std::function<bool()> interrupted = {};  // polled several times a second; true: throw Error(aborted)
 };
 

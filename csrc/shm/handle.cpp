@@ -22,7 +22,7 @@ std::vector<uint8_t> HandleRecord::encode() const {
   out.number(static_cast<uint32_t>(sharing));
   out.number(uid);
   out.number(pid);
-  out.number(uint32_t{0});
+  out.number(release);
   out.raw(nonce);
   out.raw(host_id);
   out.number(network_space);
@@ -41,7 +41,7 @@ HandleRecord HandleRecord::decode(std::span<const uint8_t> bytes) {
   const uint32_t sharing = in.number<uint32_t>();
   record.uid = in.number<uint32_t>();
   record.pid = in.number<uint32_t>();
-  in.constant("reserved field", uint32_t{0});
+  record.release = in.number<uint32_t>();
   record.nonce = in.raw<16>();
   record.host_id = in.raw<16>();
   record.network_space = in.number<uint64_t>();
@@ -56,6 +56,7 @@ HandleRecord HandleRecord::decode(std::span<const uint8_t> bytes) {
   if (sharing < static_cast<uint32_t>(Sharing::willing) || sharing > static_cast<uint32_t>(Sharing::unable))
     wire::reject(kName, "sharing is " + std::to_string(sharing));
   record.sharing = static_cast<Sharing>(sharing);
+  if (record.release > 0xff'ffff) wire::reject(kName, "release of ark_torch is " + std::to_string(record.release));
   if (record.pid > INT32_MAX) wire::reject(kName, "process id " + std::to_string(record.pid));
   if (record.segment_bytes > kMaxSegmentBytes)
     wire::reject(kName, "segment of " + std::to_string(record.segment_bytes) + " bytes");
@@ -66,6 +67,11 @@ HandleRecord HandleRecord::decode(std::span<const uint8_t> bytes) {
     if (!((c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == '-'))
       wire::reject(kName, "socket name \"" + record.socket_name + "\" holds more than a-z, 0-9 and -");
   return record;
+}
+
+std::string text_of_release(uint32_t release) {
+  return std::to_string(release >> 16) + "." + std::to_string(release >> 8 & 0xff) + "." +
+         std::to_string(release & 0xff);
 }
 
 bool equal_constant_time(std::span<const uint8_t> a, std::span<const uint8_t> b) {

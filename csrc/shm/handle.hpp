@@ -36,6 +36,7 @@ struct HandleRecord {
   uint64_t network_space = 0;  // inode of the network namespace that socket names belong to; 0: unknown
   uint32_t uid = 0;            // effective user
   uint32_t pid = 0;            // as the rank sees it; other pid namespaces see another number
+  uint32_t release = 0;        // of ark_torch: this_release()
   uint64_t segment_bytes = 0;
   std::string socket_name;  // abstract Unix socket, without the leading NUL; empty unless willing
 
@@ -46,6 +47,10 @@ struct HandleRecord {
 
   bool operator==(const HandleRecord&) const = default;
 };
+
+// The version of ark_torch: "1.2.3" is 0x010203. CMakeLists.txt makes the source that defines it.
+uint32_t this_release();
+std::string text_of_release(uint32_t release);
 
 // Compares secrets in constant time, wherever they differ.
 bool equal_constant_time(std::span<const uint8_t> a, std::span<const uint8_t> b);

@@ -53,8 +53,10 @@ def test_four_gpus_part_by_part(tmp_path: Path, leaves_nothing: None) -> None:
             command, env=start.base_environment(**told), capture_output=True, text=True, timeout=150, check=False
         )
 
-    first = call("dispatch", "nonsense")
+    first = call("dispatch", "compressed", "nonsense")
     assert first.returncode == 1 and "# dispatch: exit code 0" in first.stdout, first.stdout + first.stderr
+    assert "# compressed: exit code 0" in first.stdout, first.stdout + (tmp_path / "compressed.log").read_text()
+    assert {row["mb"] for row in json.loads((tmp_path / "compressed.json").read_text())["rows"]} == {0.0078125, 0.25}
     assert "# failed: nonsense" in first.stdout
     assert "nonsense is no part" in (tmp_path / "nonsense.log").read_text()
     rows = json.loads((tmp_path / "dispatch.json").read_text())["rows"]

@@ -254,14 +254,18 @@ def test_variables_that_choose_other_backends_leave_ark_alone(
 
 
 class _Lying(dist.Store):
-    """A store in which the other rank reports another PyTorch."""
+    """A store that changes what this rank reports of itself: its PyTorch, or the release in ark's own record."""
 
-    def __init__(self, real: dist.Store, version: str) -> None:
+    def __init__(self, real: dist.Store, version: str = "", release: int = 0) -> None:
         super().__init__()
-        self.real, self.version = real, version
+        self.real, self.version, self.release = real, version, release
 
     def set(self, key: str, value: Any) -> None:
-        self.real.set(key, self.version if key.endswith("torch/1") else value)
+        if self.version and key.endswith("torch/1"):
+            value = self.version
+        elif self.release and (record := _bytes(value)).startswith(b"ARKH"):
+            value = record[:28] + self.release.to_bytes(4, "little") + record[32:]
+        self.real.set(key, value)
 
     def get(self, key: str) -> bytes:
         return self.real.get(key)
@@ -274,6 +278,36 @@ class _Lying(dist.Store):
 
     def wait(self, keys: list[str], *timeout: timedelta) -> None:
         self.real.wait(keys, *timeout)
+
+
+def _bytes(value: Any) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def _other_release(rank: Rank, node: bool) -> str:
+    """Rank 1 has an ark_torch of its own."""
+    from ark_torch import _C
+    from ark_torch.distributed.group import complete
+
+    options = ark_torch.Options()
+    options.node = rank.rank if node else -1
+    options = complete(options)
+    options._timeout = timedelta(seconds=40)
+    store = rank.store("release")
+    kept = _Lying(store, release=0x7_08_09) if rank.rank == 1 else store
+    with pytest.raises(ValueError) as caught:
+        _C.ProcessGroupArk(kept, rank.rank, rank.world_size, options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("node", [False, True], ids=["one node", "two nodes"])
+def test_ranks_with_another_ark_torch_do_not_meet(node: bool) -> None:
+    own = ark_torch.__version__.partition("+")[0]
+    for rank, text in enumerate(run_ranks(_other_release, 2, node)):
+        assert text == (
+            f"ark: [rank {rank}] init: ranks have different versions: ark_torch {own} on rank 0, ark_torch 7.8.9 on "
+            "rank 1. Install the same version on all machines."
+        ), text
 
 
 def _mixed(rank: Rank, version: str) -> list[str]:

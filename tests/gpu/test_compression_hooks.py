@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from on_gpu import run, start
+from on_gpu import WORLD, run, start
 from support.compression import Heard
 from support.rank import Rank
 from torch import Tensor, nn
@@ -181,3 +183,37 @@ def _one_operator(rank: Rank) -> None:
 
 def test_a_usual_call_is_one_operator() -> None:
     run(_one_operator)
+
+
+def _between_nodes(rank: Rank) -> None:
+    """Exact sums in two nodes, few bits between them: nothing is lost, and all ranks have the same bits."""
+    places = WORLD // 2
+    os.environ["ARK_NODE"] = str(rank.rank // places)
+    device = start(rank)
+    model = DDP(_model(device), device_ids=[device.index])
+    state = compression.State(bits=4, module=model, where="between", exact_below=256)
+    model.register_comm_hook(state, compression.hook)
+    got: dict[str, Tensor] = {}
+    wanted: dict[str, Tensor] = {}
+    for step in range(4):
+        model.zero_grad()
+        model(_batch(step, rank.rank, device)).square().mean().backward()
+        for name, gradient in _exact(step, device).items():
+            mine = model.module.get_parameter(name).grad
+            assert mine is not None
+            every = [torch.empty_like(mine) for _ in range(WORLD)]
+            dist.all_gather(every, mine)
+            assert all(torch.equal(one, mine) for one in every), name
+            got[name] = got.get(name, 0) + mine
+            wanted[name] = wanted.get(name, 0) + gradient
+    residuals = state.state_dict()["residuals"]
+    for name, value in got.items():
+        left = residuals.get(name, torch.zeros(value.numel())).to(device)
+        dist.all_reduce(left, op=dist.ReduceOp.AVG)  # one rank of each node has a layer's
+        torch.testing.assert_close(value + places * left.view_as(value), wanted[name], rtol=1e-3, atol=1e-5, msg=name)
+    assert 0 < state.bytes_sent < state.bytes_exact / 3
+
+
+@pytest.mark.skipif(WORLD % 2 == 1, reason="two nodes of as many ranks")
+def test_few_bits_between_nodes_alone() -> None:
+    run(_between_nodes, own=True)

@@ -67,6 +67,7 @@ def _over_gloo(rank: Rank) -> held.Held:
     found = watch.held()
     for _ in range(1 - rank.rank):
         dist.all_reduce(torch.ones(3), group=group)
+    assert held.Watch(group, torch.device("cpu"), counts=False).held() == {}
     return found
 
 

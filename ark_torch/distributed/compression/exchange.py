@@ -9,16 +9,40 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ark_torch import _C  # noqa: F401  (defines torch.ops.ark)
+from ark_torch.distributed.compression.between import Nodes
 from ark_torch.distributed.compression.layers import Layer
 from ark_torch.distributed.compression.loading import loaded
-from ark_torch.distributed.compression.plan import Plan, Segments
+from ark_torch.distributed.compression.plan import Plan, Segments, plan_of
 from ark_torch.distributed.compression.state import State
 
 
 def all_reduce(state: State, data: Tensor, plan: Plan) -> Tensor:
     """The mean over ranks of `data`, [sum of the plan's numels]. Reads and updates the layers' residuals."""
     operator, group = torch.ops.ark.compressed_all_reduce.default, state.group
-    return _reduced(operator, state, data, plan, "avg", group, 1, _all_reduce_times(state))
+    if state.nodes is not None:
+        return _between(state, state.nodes, data, plan)
+    return _reduced(operator, state, data, plan, "avg", group, 1, _all_reduce_times(state.group))
+
+
+def _between(state: State, nodes: Nodes, data: Tensor, plan: Plan) -> Tensor:
+    """The same mean, with few bits between nodes alone."""
+    mean = nodes.mean_of_node(data)
+    pieces, owners = mean.split_with_sizes(plan.numels), nodes.owners(plan.numels)
+    mine = [index for index, place in enumerate(owners) if place == nodes.place]
+    results: list[Tensor | None] = [None] * len(pieces)
+    if mine:
+        part = torch.cat([pieces[index] for index in mine])
+        own = plan_of(state, [plan.layers[index] for index in mine], part, [plan.numels[index] for index in mine])
+        operator, group = torch.ops.ark.compressed_all_reduce.default, nodes.rail_group
+        if own.exact:
+            count(state, own.segments, part.element_size(), _all_reduce_times(group))
+            dist.all_reduce(part, dist.ReduceOp.AVG, group=group)
+            result = part
+        else:
+            result = _reduced(operator, state, part, own, "avg", group, 1, _all_reduce_times(group))
+        for index, piece in zip(mine, result.split_with_sizes(own.numels), strict=True):
+            results[index] = piece
+    return nodes.share(results, mean, plan.numels)
 
 
 def reduce_scatter(state: State, data: Tensor, plan: Plan, op: str, group: dist.ProcessGroup) -> Tensor:
@@ -75,17 +99,17 @@ def count(state: State, segments: Segments, item: int, times: float) -> None:
 
 def count_exact(state: State, data: Tensor, times: float | None = None) -> None:
     """Counts an exact exchange of `data`: `times` sends per element; None: those of an all-reduce."""
-    times = _all_reduce_times(state) if times is None else times
+    times = _all_reduce_times(state.group) if times is None else times
     count(state, Segments([data.numel()], [0], [state.bucket]), data.element_size(), times)
 
 
 def count_left_out(state: State, data: Tensor, layers: Sequence[Layer], travelling: Sequence[bool]) -> None:
     """Counts what an exact all-reduce would have sent for the layers that do not travel."""
     numel = sum(layer.numel for layer, travels in zip(layers, travelling, strict=True) if not travels)
-    state.bytes_exact += round(numel * data.element_size() * _all_reduce_times(state))
+    state.bytes_exact += round(numel * data.element_size() * _all_reduce_times(state.group))
 
 
-def _all_reduce_times(state: State) -> float:
+def _all_reduce_times(group: dist.ProcessGroup) -> float:
     """Each rank sends the others their parts and then its own sum."""
-    world = state.group.size()
+    world = group.size()
     return 2 * (world - 1) / world

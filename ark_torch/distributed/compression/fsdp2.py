@@ -67,6 +67,8 @@ def fsdp(module: nn.Module, state: State | None = None, *, parameters: int | Non
     state = State(module=module) if state is None else state
     if state.auto is not None or state.when != "always":
         raise ValueError("ark: fsdp: State(bits=Auto(...)) and State(when='faster') are for DistributedDataParallel.")
+    if state.where != "everywhere":
+        raise ValueError("ark: fsdp: State(where='between') is for DistributedDataParallel.")
     if parameters is not None and state.format == "fp8" and parameters != 8:
         raise ValueError(f"ark: fsdp: parameters is {parameters}: format='fp8' has 8 bits. Pass parameters=8.")
     names = {

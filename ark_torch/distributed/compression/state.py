@@ -19,6 +19,7 @@ from ark_torch.distributed.compression import agree
 from ark_torch.distributed.compression import rules as rules_of
 from ark_torch.distributed.compression.agree import log
 from ark_torch.distributed.compression.auto import Auto, allocate, errors_of, sums_of
+from ark_torch.distributed.compression.between import Nodes
 from ark_torch.distributed.compression.contest import Contest
 from ark_torch.distributed.compression.layers import Layer, Layers, redistribute
 from ark_torch.distributed.compression.watch import Watch
@@ -52,6 +53,9 @@ class State:
         seed: seed of stochastic rounding; the same seed gives the same bits.
         when: "always"; or "faster": DDP's first steps time each bucket both ways, and buckets that compression does not
             speed up are sent exact from then on (logged once).
+        where: "everywhere"; or "between": the ranks of a node add exactly, and only what travels between nodes has few
+            bits (DistributedDataParallel; as many ranks on every node). Layers are shared out whole among a node's
+            ranks, and `bytes_sent` counts what this rank sends to other nodes.
         skip_zeros: whether layers whose gradients are zero on all ranks send nothing. None: yes; on a CUDA device,
             where the check costs a synchronization, only every 64th step checks, and every step while such layers
             exist. True: check in every step (for models that use different layers in different steps). False: no.
@@ -80,6 +84,7 @@ class State:
         exact_below: int = 1024,
         seed: int = 0,
         when: str = "always",
+        where: str = "everywhere",
         skip_zeros: bool | None = None,
     ) -> None:
         self.format = rules_of.check_choice("format", format, rules_of.FORMATS)
@@ -94,6 +99,8 @@ class State:
         rounding = rounding if rounding is not None else "nearest" if self.error_feedback else "stochastic"
         self.rounding = rules_of.check_choice("rounding", rounding, rules_of.ROUNDINGS)
         self.when = rules_of.check_choice("when", when, ("always", "faster"))
+        self.where = rules_of.check_choice("where", where, ("everywhere", "between"))
+        self.nodes: Nodes | None = None  # with where="between", once ranks have met
         self.exact_below, self.seed, self.skip_zeros = int(exact_below), int(seed), skip_zeros
         if isinstance(module, DistributedDataParallel):
             if group is not None and group is not module.process_group:
@@ -117,7 +124,7 @@ class State:
 
     def settings(self) -> dict[str, Any]:
         """The settings that must be equal on all ranks, in JSON types."""
-        names = ("bucket", "error_feedback", "rounding", "format", "exact_below", "seed", "when", "skip_zeros")
+        names = ("bucket", "error_feedback", "rounding", "format", "exact_below", "seed", "when", "where", "skip_zeros")
         return {
             "bits": asdict(self.auto) if self.auto else self.bits,
             **{name: getattr(self, name) for name in names},
@@ -138,6 +145,11 @@ class State:
             if why_exact:
                 self.say("exact", f"{why_exact}: gradients are sent exact")
             self._met[key] = not why_exact and group.size() > 1
+            if self._met[key] and self.where == "between":
+                self.nodes = Nodes(group, device)
+                if self.nodes.nodes == 1:
+                    self.say("nodes", "where='between', and all ranks are on one node: gradients are sent exact")
+                    self._met[key] = False
         return self._met[key]
 
     def say(self, what: str, text: str) -> None:

@@ -119,6 +119,25 @@ TEST(Bootstrap, TwoNetworkNamespacesThatCannotBeTold) {
              "apart: rank 0 cannot share memory with rank 1: its local socket cannot be reached from rank 0");
 }
 
+TEST(Bootstrap, RanksOfDifferentVersionsAreToldSo) {
+  EXPECT_EQ(text_of_release(0x01020a), "1.2.10");
+  EXPECT_GT(this_release(), 0u);
+  for (int declining : {0, 1}) {  // also where no memory is shared
+    TemporaryDirectory directory;
+    Ranks ranks(3, [&](int rank) {
+      DirectoryStore store(directory.path());
+      ConnectOptions options = options_for(rank, 3);
+      options.allow_sharing = declining == 0;
+      options.release = rank == 2 ? 0x020000 : 0x010203;
+      return connect_and_talk(store, options);
+    });
+    for (const Result& result : ranks.wait())
+      EXPECT_NE(result.text.find("ranks have different versions: ark_torch 1.2.3 on rank 0, ark_torch 2.0.0 on rank 2"),
+                result.text.npos)
+          << result.text;
+  }
+}
+
 TEST(Bootstrap, KeysOfEarlierStartsDoNoHarm) {
   // Repeats starts on the same store and keys: some killed half-way, some successful, of several sizes.
   TemporaryDirectory directory;

@@ -21,6 +21,7 @@ HandleRecord sample_record() {
   record.network_space = 4026531833;
   record.uid = 1000;
   record.pid = 4711;
+  record.release = 0x01020a;
   record.segment_bytes = uint64_t{5} << 33;
   record.socket_name = "ark-0123456789abcdef";
   return record;
@@ -83,6 +84,7 @@ TEST(HandleRecord, Layout) {
   EXPECT_EQ(bytes[4], 1);        // version
   EXPECT_EQ(bytes[8], 3);        // rank
   EXPECT_EQ(bytes[12], 8);       // size
+  EXPECT_EQ(bytes[28], 0x0a);    // release
   EXPECT_EQ(bytes[32], 0xa0);    // nonce
   EXPECT_EQ(bytes[72 + 4], 10);  // 5 << 33 is 10 << 32: byte 4 of segment_bytes
 }
@@ -100,6 +102,7 @@ TEST(HandleRecord, EveryFieldIsChecked) {
   expect_rejected(change(&HandleRecord::sharing, static_cast<Sharing>(99)), "sharing is 99");
   expect_rejected(change(&HandleRecord::sharing, Sharing::declined), "names a segment it does not share");
   expect_rejected(change(&HandleRecord::pid, 0x80000000u), "process id 2147483648");
+  expect_rejected(change(&HandleRecord::release, 0x01000000u), "release of ark_torch is 16777216");
   expect_rejected(change(&HandleRecord::segment_bytes, kMaxSegmentBytes + 1), "segment of 70368744177665 bytes");
   expect_rejected(change(&HandleRecord::segment_bytes, uint64_t{0}), "names no segment");
   expect_rejected(change(&HandleRecord::socket_name, std::string()), "names no segment or socket");
@@ -124,7 +127,7 @@ TEST(HandleRecord, NoByteIsUnchecked) {
       auto bytes = record.encode();
       bytes[at] = static_cast<uint8_t>(bytes[at] ^ (1 << bit));
       const std::string said = rejection([&] { EXPECT_NE(HandleRecord::decode(bytes), record) << "byte " << at; });
-      const bool has_one_value = at < 8 || (at >= 28 && at < 32) || at >= 80 + 4 + record.socket_name.size();
+      const bool has_one_value = at < 8 || at == 31 || at >= 80 + 4 + record.socket_name.size();
       EXPECT_FALSE(has_one_value && said == "accepted") << "byte " << at;
     }
 }
