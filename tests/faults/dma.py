@@ -49,8 +49,8 @@ FAULTS = (
     fault(
         "protocol.between_chunk_too_wide",
         "csrc/collectives/cuda/between/between_stage.cpp",
-        "chunk / (parts.wide ? wider : parts.count)",
-        "chunk / (parts.wide ? 1 : parts.count)",
+        "chunk / (parts.brings == Brings::wide_sum ? wider : plan_.most_in_node())",
+        "chunk / (parts.brings == Brings::wide_sum ? 1 : plan_.most_in_node())",
         "float32 partials run over their slot, into the next one",
         "collectives/cuda/between.nodes_sums_test",
     ),
