@@ -1,5 +1,5 @@
-// Python bindings of the plan of groups over several nodes, for the simulator (ark_torch/simulation): who exchanges
-// with whom, and which way a collective of some size takes.
+// Python bindings of the plan of groups over several nodes: which node each rank is on, and for the simulator
+// (ark_torch/simulation) who exchanges with whom, and which way a collective of some size takes.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -9,6 +9,7 @@
 #include "bindings_plan.hpp"
 #include "collectives/carried_path.hpp"
 #include "collectives/node_plan.hpp"
+#include "process_group/process_group_ark.hpp"
 
 namespace ark {
 
@@ -66,10 +67,18 @@ py::dict sizes() {
   return made;
 }
 
+std::vector<int> nodes_of(const ProcessGroupArk& group) {
+  std::vector<int> nodes(static_cast<size_t>(group.getSize()), 0);
+  if (const auto& plan = group.core()->plan)
+    for (int rank = 0; rank < group.getSize(); ++rank) nodes[static_cast<size_t>(rank)] = plan->node_of(rank);
+  return nodes;
+}
+
 }  // namespace
 
 void bind_nodes(py::module_& m) {
   m.def("_node_plan", &described, py::arg("node_of"), py::arg("rank"));
+  m.def("_nodes_of", &nodes_of, py::arg("group"), "The node of each rank of the group, numbered from 0.");
   m.def("_carried_path", &path_of, py::arg("kind"), py::arg("bytes"), py::arg("element"), py::arg("partial"),
         py::arg("node_of"), "(way, piece, pieces): carried_path.hpp");
   m.def("_carried_sizes", &sizes);

@@ -12,37 +12,16 @@ from ark_torch import _C  # noqa: F401  (defines torch.ops.ark)
 from ark_torch.distributed.compression.between import Nodes
 from ark_torch.distributed.compression.layers import Layer
 from ark_torch.distributed.compression.loading import loaded
-from ark_torch.distributed.compression.plan import Plan, Segments, plan_of
+from ark_torch.distributed.compression.plan import Plan, Segments
 from ark_torch.distributed.compression.state import State
 
 
 def all_reduce(state: State, data: Tensor, plan: Plan) -> Tensor:
     """The mean over ranks of `data`, [sum of the plan's numels]. Reads and updates the layers' residuals."""
     operator, group = torch.ops.ark.compressed_all_reduce.default, state.group
-    if state.nodes is not None:
-        return _between(state, state.nodes, data, plan)
-    return _reduced(operator, state, data, plan, "avg", group, 1, _all_reduce_times(state.group))
-
-
-def _between(state: State, nodes: Nodes, data: Tensor, plan: Plan) -> Tensor:
-    """The same mean, with few bits between nodes alone."""
-    mean = nodes.mean_of_node(data)
-    pieces, owners = mean.split_with_sizes(plan.numels), nodes.owners(plan.numels)
-    mine = [index for index, place in enumerate(owners) if place == nodes.place]
-    results: list[Tensor | None] = [None] * len(pieces)
-    if mine:
-        part = torch.cat([pieces[index] for index in mine])
-        own = plan_of(state, [plan.layers[index] for index in mine], part, [plan.numels[index] for index in mine])
-        operator, group = torch.ops.ark.compressed_all_reduce.default, nodes.rail_group
-        if own.exact:
-            count(state, own.segments, part.element_size(), _all_reduce_times(group))
-            dist.all_reduce(part, dist.ReduceOp.AVG, group=group)
-            result = part
-        else:
-            result = _reduced(operator, state, part, own, "avg", group, 1, _all_reduce_times(group))
-        for index, piece in zip(mine, result.split_with_sizes(own.numels), strict=True):
-            results[index] = piece
-    return nodes.share(results, mean, plan.numels)
+    if plan.part is not None and state.nodes is not None:
+        return _between(state, state.nodes, data, plan, plan.part)
+    return _reduced(operator, state, data, plan, "avg", group, 1, _all_reduce_times(state))
 
 
 def reduce_scatter(state: State, data: Tensor, plan: Plan, op: str, group: dist.ProcessGroup) -> Tensor:
@@ -56,30 +35,63 @@ def _reduced(
     rows: int, times: float,
 ) -> Tensor:  # fmt: skip
     """`rows`: number of copies of the plan's layout in `data`; `times`: how often each element leaves this rank."""
-    segments, slot = plan.segments, plan.slot
-    count(state, segments, data.element_size(), times)
-    seed = state.next_seed()
-    word = None if slot is None else slot.word
+    count(state, plan.segments, data.element_size(), times)
+    residual = state.layers.residual(plan, rows) if state.error_feedback else None
+    result = _run(operator, state, data, residual, plan, op, group.group_name, rows, state.next_seed())
+    if not data.is_cuda:
+        _check(state, plan, result, data.view(rows, -1)[group.rank() if rows > 1 else 0], group.rank())
+    return result
 
-    def run(given: Tensor, residual: Tensor | None) -> Tensor:
+
+def _between(state: State, nodes: Nodes, data: Tensor, plan: Plan, part: Plan) -> Tensor:
+    """The mean over ranks, with few bits between nodes alone.
+
+    All of a rank's residual goes into the node's sum, and its part's new error into the residual: whichever layers
+    travel together next, and so whose part an element is in, nothing stays behind.
+    """
+    operator, numel = torch.ops.ark.compressed_all_reduce.default, data.numel()
+    count(state, part.segments, 4, _rail_times(nodes))
+    # Rails draw random numbers of their own.
+    seed = state.next_seed() ^ (nodes.place * 0x9E3779B97F4A7C15 & (2**63 - 1))
+    whole = nodes.padded(data)
+    residual = state.layers.residual(plan, 1) if state.error_feedback else None
+    error = None
+    if residual is None:
+        whole[:numel].copy_(data)
+    else:
+        torch.add(residual, data, out=whole[:numel])
+        error = residual.zero_()[slice(*nodes.held(numel))]
+
+    def over_rail(mine: Tensor) -> Tensor:
+        return _run(operator, state, mine, error, part, "sum", nodes.rail_name, 1, seed)
+
+    # Not a view: it would keep the padding.
+    mean = nodes.sum(whole, numel, over_rail).div_(state.group.size()).to(data.dtype, copy=True)
+    if not data.is_cuda:
+        _check(state, plan, mean, data, state.group.rank())
+    return mean
+
+
+def _run(
+    operator: Callable[..., Tensor], state: State, data: Tensor, residual: Tensor | None, plan: Plan, op: str,
+    group: str, rows: int, seed: int,
+) -> Tensor:  # fmt: skip
+    segments, word = plan.segments, None if plan.slot is None else plan.slot.word
+
+    def run(given: Tensor) -> Tensor:
         return operator(
             given, residual, segments.numel, segments.bits, segments.bucket, state.format, state.rounding, seed, op,
-            group.group_name, word,
+            group, word,
         )  # fmt: skip
 
-    if not state.error_feedback:
-        result = run(data, None)
-    else:
-        residual = state.layers.residual(plan, rows)
-        if plan.clips:
-            result = loaded(data, residual, rows, plan.numels, plan.widths, lambda given: run(given, residual))
-        else:
-            result = run(data, residual)
-    if not data.is_cuda:
-        rank = group.rank()
-        mine = data.view(rows, -1)[rank if rows > 1 else 0]
-        state.watch.check(plan.layers, result.split_with_sizes(plan.numels), mine.split_with_sizes(plan.numels), rank)
-    return result
+    if residual is None or not plan.clips:
+        return run(data)
+    return loaded(data, residual, rows, plan.numels, plan.widths, run)
+
+
+def _check(state: State, plan: Plan, result: Tensor, given: Tensor, rank: int) -> None:
+    numels = plan.numels
+    state.watch.check(plan.layers, result.split_with_sizes(numels), given.split_with_sizes(numels), rank)
 
 
 def all_gather(state: State, data: Tensor, segments: Segments, group: dist.ProcessGroup) -> Tensor:
@@ -99,17 +111,26 @@ def count(state: State, segments: Segments, item: int, times: float) -> None:
 
 def count_exact(state: State, data: Tensor, times: float | None = None) -> None:
     """Counts an exact exchange of `data`: `times` sends per element; None: those of an all-reduce."""
-    times = _all_reduce_times(state.group) if times is None else times
+    times = _all_reduce_times(state) if times is None else times
     count(state, Segments([data.numel()], [0], [state.bucket]), data.element_size(), times)
 
 
 def count_left_out(state: State, data: Tensor, layers: Sequence[Layer], travelling: Sequence[bool]) -> None:
     """Counts what an exact all-reduce would have sent for the layers that do not travel."""
     numel = sum(layer.numel for layer, travels in zip(layers, travelling, strict=True) if not travels)
-    state.bytes_exact += round(numel * data.element_size() * _all_reduce_times(state.group))
+    state.bytes_exact += round(numel * data.element_size() * _all_reduce_times(state))
 
 
-def _all_reduce_times(group: dist.ProcessGroup) -> float:
-    """Each rank sends the others their parts and then its own sum."""
-    world = group.size()
-    return 2 * (world - 1) / world
+def _all_reduce_times(state: State) -> float:
+    """Each rank sends the others their parts and then its own sum; where="between": a rail its part of the tensor."""
+    if state.nodes is not None:
+        return _rail_times(state.nodes) / state.nodes.rails if state.nodes.has_rail else 0
+    return _times(state.group.size())
+
+
+def _rail_times(nodes: Nodes) -> float:
+    return _times(nodes.nodes)
+
+
+def _times(ranks: int) -> float:
+    return 2 * (ranks - 1) / ranks

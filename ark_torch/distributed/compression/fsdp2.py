@@ -68,7 +68,7 @@ def fsdp(module: nn.Module, state: State | None = None, *, parameters: int | Non
     if state.auto is not None or state.when != "always":
         raise ValueError("ark: fsdp: State(bits=Auto(...)) and State(when='faster') are for DistributedDataParallel.")
     if state.where != "everywhere":
-        raise ValueError("ark: fsdp: State(where='between') is for DistributedDataParallel.")
+        raise ValueError("ark: fsdp: State(where='between') is for DistributedDataParallel: leave where out.")
     if parameters is not None and state.format == "fp8" and parameters != 8:
         raise ValueError(f"ark: fsdp: parameters is {parameters}: format='fp8' has 8 bits. Pass parameters=8.")
     names = {

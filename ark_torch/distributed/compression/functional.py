@@ -25,6 +25,7 @@ def compressed_all_reduce(
     bucket: int = 512,
     format: str = "uniform",
     op: Any = dist.ReduceOp.SUM,
+    where: str = "everywhere",
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """The sum or average of all ranks' tensors, quantized twice on the way: about bits / 16 of bfloat16's bytes.
@@ -47,6 +48,8 @@ def compressed_all_reduce(
         format: "uniform": codes are steps from the bucket's smallest element to its largest. "fp8": float8_e4m3fn times
             the bucket's scale, for values of very different magnitude; bits must be 8.
         op: `torch.distributed.ReduceOp.SUM` or `AVG`.
+        where: "everywhere"; or "between": the ranks of a node add in float32, and only what goes between nodes is
+            quantized, on one rank of each node; a group on one node is exact. It breaks the graph of torch.compile.
         group: a group of the backend "ark"; None: the default group.
 
     Returns:
@@ -70,6 +73,8 @@ def compressed_all_reduce(
             "ark: compressed_all_reduce: tensor requires grad, and the operation has no gradient. Call it under "
             "torch.no_grad(), or compress gradients with a hook."
         )
+    if where != "everywhere":
+        return _between(tensor, bits, bucket, format, name, where, group)
     # Imported here because the first group imports this module.
     from torch.distributed._functional_collectives import _resolve_group_name
 
@@ -79,6 +84,21 @@ def compressed_all_reduce(
         flat, [flat.shape[0]], [bits], [bucket], format, "nearest", 0, name, group_name
     )
     return result.view(tensor.shape)
+
+
+def _between(tensor: Tensor, bits: int, bucket: int, format: str, op: str, where: str, group: Any) -> Tensor:
+    """Checks what ranks without a rail do not pass to the operator."""
+    from ark_torch.distributed.compression import agree, between, rules
+    from ark_torch.distributed.compression.state import COMPRESSED_DTYPES
+
+    rules.check_choice("compressed_all_reduce: where", where, rules.PLACES)
+    rules.check_choice("compressed_all_reduce: format", format, rules.FORMATS)
+    rules.check_bits("compressed_all_reduce: bits", bits, format)
+    rules.check_bucket("compressed_all_reduce: bucket", bucket)
+    if tensor.dtype not in COMPRESSED_DTYPES:
+        raise TypeError(f"ark: compressed_all_reduce: tensor is {tensor.dtype}: pass float32, bfloat16 or float16.")
+    result: Tensor = between.compressed_all_reduce(tensor.contiguous(), bits, bucket, format, op, agree.member(group))
+    return result
 
 
 def _coded_bytes(numel: Any, bits: int, bucket: int) -> Any:

@@ -8,13 +8,14 @@ change; a plan of another type or device is replaced when it is next asked for.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ark_torch.distributed.compression.between import Nodes
 from ark_torch.distributed.compression.functional import _coded_bytes
 from ark_torch.distributed.compression.layers import Layer
 from ark_torch.distributed.compression.loading import ENDS
@@ -84,6 +85,7 @@ class Plan:
     exact: bool  # whether the layers are, or the type is not one that can be compressed
     clips: bool  # whether a layer has so few bits that outliers are clipped
     slot: Slot | None  # where the device notes a NaN or Inf; None on the CPU
+    part: Plan | None = None  # where="between": what this rank exchanges with its rail, in float32
 
     def fits(self, data: Tensor) -> bool:
         return self.dtype is data.dtype and self.device == data.device
@@ -109,13 +111,37 @@ def plan_of(
     segments = segments_of(widths, numels, state.bucket)
     compresses = state.begin(group or state.group, data.device)
     exact = segments.exact or data.dtype not in COMPRESSED_DTYPES
+    part = None if state.nodes is None or not compresses else _part_of(state, state.nodes, layers, numels, data.device)
+    noted, noted_numels = (layers, numels) if part is None else (part.layers, part.numels)
+    slot = state.watch.slot(noted, noted_numels) if data.is_cuda and compresses and not exact else None
     plan = Plan(
         list(layers), key, numels, data.dtype, data.device, widths, segments, compresses, exact,
-        clips=state.format == "uniform" and any(bits in ENDS for bits, _ in widths),
-        slot=state.watch.slot(layers, numels) if data.is_cuda and compresses and not exact else None,
+        clips=_clips(state, widths), slot=slot, part=None if part is None else replace(part, slot=slot),
     )  # fmt: skip
     _keep(state, key, plan)
     return plan
+
+
+def _part_of(state: State, nodes: Nodes, layers: Sequence[Layer], numels: Sequence[int], device: torch.device) -> Plan:
+    """The layers, and pieces of layers, in this rank's part."""
+    begin, end = nodes.held(sum(numels))
+    held, counts, at = [], [], 0
+    for layer, numel in zip(layers, numels, strict=True):
+        count = min(at + numel, end) - max(at, begin)
+        at += numel
+        if count > 0:
+            held.append(layer)
+            counts.append(count)
+    widths = [state.width(layer) for layer in held]
+    segments = segments_of(widths, counts, state.bucket)
+    return Plan(
+        held, tuple(map(id, held)), counts, torch.float32, device, widths, segments, True, segments.exact,
+        clips=_clips(state, widths), slot=None,
+    )  # fmt: skip
+
+
+def _clips(state: State, widths: Sequence[tuple[int, int]]) -> bool:
+    return state.format == "uniform" and any(bits in ENDS for bits, _ in widths)
 
 
 def plan_of_bucket(state: State, parameters: Sequence[Tensor], data: Tensor) -> Plan:

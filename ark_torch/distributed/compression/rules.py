@@ -14,6 +14,7 @@ from typing import Any
 
 FORMATS = ("uniform", "fp8")
 ROUNDINGS = ("nearest", "stochastic")
+PLACES = ("everywhere", "between")
 
 
 @dataclass(frozen=True)

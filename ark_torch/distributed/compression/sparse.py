@@ -24,8 +24,9 @@ def mean(state: State, gradient: Tensor) -> Tensor:
     indices = _gathered(mine.indices().t().contiguous(), longest, group)
     values = _gathered(mine.values(), longest, group)
     rows = mine._nnz() * (mine.indices().element_size() * mine.sparse_dim()) + mine.values().nbytes
-    state.bytes_sent += rows * (group.size() - 1)
-    state.bytes_exact += rows * (group.size() - 1)
+    times = (group.size() if state.nodes is None else state.nodes.nodes) - 1
+    state.bytes_sent += rows * times
+    state.bytes_exact += rows * times
     parts = [(i[:n].t(), v[:n]) for i, v, n in zip(indices, values, numbers, strict=True)]
     total = torch.sparse_coo_tensor(
         torch.cat([i for i, _ in parts], dim=1), torch.cat([v for _, v in parts]), gradient.shape, device=device

@@ -19,7 +19,7 @@ from ark_torch.distributed.compression import agree
 from ark_torch.distributed.compression import rules as rules_of
 from ark_torch.distributed.compression.agree import log
 from ark_torch.distributed.compression.auto import Auto, allocate, errors_of, sums_of
-from ark_torch.distributed.compression.between import Nodes
+from ark_torch.distributed.compression.between import Nodes, nodes_of
 from ark_torch.distributed.compression.contest import Contest
 from ark_torch.distributed.compression.layers import Layer, Layers, redistribute
 from ark_torch.distributed.compression.watch import Watch
@@ -53,9 +53,8 @@ class State:
         seed: seed of stochastic rounding; the same seed gives the same bits.
         when: "always"; or "faster": DDP's first steps time each bucket both ways, and buckets that compression does not
             speed up are sent exact from then on (logged once).
-        where: "everywhere"; or "between": the ranks of a node add exactly, and only what travels between nodes has few
-            bits (DistributedDataParallel; as many ranks on every node). Layers are shared out whole among a node's
-            ranks, and `bytes_sent` counts what this rank sends to other nodes.
+        where: "everywhere"; or "between": the ranks of a node add in float32, and only what travels between nodes has
+            few bits (DistributedDataParallel). `bytes_sent` and `bytes_exact` then count what leaves the node.
         skip_zeros: whether layers whose gradients are zero on all ranks send nothing. None: yes; on a CUDA device,
             where the check costs a synchronization, only every 64th step checks, and every step while such layers
             exist. True: check in every step (for models that use different layers in different steps). False: no.
@@ -99,7 +98,7 @@ class State:
         rounding = rounding if rounding is not None else "nearest" if self.error_feedback else "stochastic"
         self.rounding = rules_of.check_choice("rounding", rounding, rules_of.ROUNDINGS)
         self.when = rules_of.check_choice("when", when, ("always", "faster"))
-        self.where = rules_of.check_choice("where", where, ("everywhere", "between"))
+        self.where = rules_of.check_choice("where", where, rules_of.PLACES)
         self.nodes: Nodes | None = None  # with where="between", once ranks have met
         self.exact_below, self.seed, self.skip_zeros = int(exact_below), int(seed), skip_zeros
         if isinstance(module, DistributedDataParallel):
@@ -146,7 +145,7 @@ class State:
                 self.say("exact", f"{why_exact}: gradients are sent exact")
             self._met[key] = not why_exact and group.size() > 1
             if self._met[key] and self.where == "between":
-                self.nodes = Nodes(group, device)
+                self.nodes = nodes_of(group, device)
                 if self.nodes.nodes == 1:
                     self.say("nodes", "where='between', and all ranks are on one node: gradients are sent exact")
                     self._met[key] = False
