@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu_models
+import many_rows
 import real_sizes
 import torch
 
@@ -63,9 +64,15 @@ def run_traced(call: Any, told: Any, inputs: tuple[Any, ...], arguments: argpars
 
 def on_one(arguments: argparse.Namespace) -> tuple[list[Path], str]:
     path = trace_to(arguments.folder)
-    case = gpu_models.case_of(arguments.model, None, arguments)
-    model = quantize(case.model, arguments.weights) if arguments.weights else case.model
-    return [path], run_traced(*gpu_models.of_ark(model), case.inputs, arguments)
+    if arguments.model in many_rows.CASES:
+        make, _ = many_rows.CASES[arguments.model]
+        model, inputs = make(gpu_models.device_of(arguments), arguments.device == "as-cuda")
+    else:
+        case = gpu_models.case_of(arguments.model, None, arguments)
+        model, inputs = case.model, case.inputs
+    if arguments.weights:
+        model = quantize(model, arguments.weights)
+    return [path], run_traced(*gpu_models.of_ark(model), inputs, arguments)
 
 
 def on_rank(rank: Any, arguments: argparse.Namespace) -> None:
@@ -153,7 +160,7 @@ def table(whole: Row, rows: list[Row]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=real_sizes.MODELS, default="llama-1b")
+    parser.add_argument("--model", choices=[*real_sizes.MODELS, *many_rows.CASES], default="llama-1b")
     parser.add_argument("--weights", choices=FORMS, help="coded as in examples/llama/quantized.py; one rank")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--device", choices=("cuda", "as-cuda"), default="cuda", help="as-cuda: small, on the CPU")
@@ -172,7 +179,7 @@ def main() -> int:
     whole, rows = account(chosen, plan)
     ranks = "" if arguments.ranks == 1 else f"_{arguments.ranks}_ranks"
     weights = f"_{arguments.weights}" if arguments.weights else ""
-    model = "" if arguments.model == "llama-1b" else f"_{arguments.model.replace(' ', '-')}"
+    model = "" if arguments.model == "llama-1b" else f"_{re.sub('[ /,]+', '-', arguments.model)}"
     path = arguments.output / f"loop_account{model}{weights}{ranks}_{gpu_models.slug(arguments.device)}.json"
     report.write_json(
         path,

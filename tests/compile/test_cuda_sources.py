@@ -236,6 +236,24 @@ def test_coded_weights(sources: Sources, compiled: Any, rows: int, dtype: torch.
     sources.check()
 
 
+@pytest.mark.by_day("sm_90a-bfloat16")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
+def test_large_tiles(sources: Sources, compiled: Any, dtype: torch.dtype) -> None:
+    """Of 256 rows or columns, with and without a bias and an activation; also where operands turn out misaligned."""
+    sizes = [(2048, 2048), (1576, 2304), (2048, 8192)]
+    weights = [(torch.randn(n, 768, dtype=dtype), torch.randn(n, dtype=dtype)) for _, n in sizes]
+
+    def call(rows: list[Tensor]) -> list[Tensor]:
+        (w0, _), (w1, b1), (w2, b2) = weights
+        return [F.linear(rows[0], w0), F.linear(rows[1], w1, b1), F.gelu(F.linear(rows[2], w2, b2))]
+
+    compiled(call, dynamic=False, minimum=1, fallback=False)[0]([torch.randn(m, 768, dtype=dtype) for m, _ in sizes])
+    [source] = sources.found
+    tiles = set(re.findall(r"product<\d+, s, (\d+, \d+)>", source))
+    assert ("256, 128" in tiles and "128, 256" in tiles) == (sources.arch == "sm_90a"), tiles
+    sources.check()
+
+
 @pytest.mark.by_day("sm_90a-exact-bfloat16")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("fast", [False, True], ids=["exact", "fast"])

@@ -16,10 +16,13 @@ namespace {
 constexpr int64_t kMatvecColumns = 8;   // columns that a warp takes together in the kernel for few rows
 constexpr int64_t kAcrossColumns = 32;  // the same where lanes run along the columns
 
-// A view of rows [begin, end) of the last dimension but one; the value itself if it has one row for all.
-int rows_of(Graph& graph, int index, int64_t begin, int64_t end) {
+enum Dim : size_t { kColumns = 1, kRows = 2 };  // from the last one on
+
+// A view of rows or columns [begin, end); the value itself if it has one for all, or -1.
+int part_of(Graph& graph, int index, Dim from_end, int64_t begin, int64_t end) {
+  if (index < 0) return index;
   Value value = graph.values()[index];
-  const size_t dim = value.shape.size() - 2;
+  const size_t dim = value.shape.size() - from_end;
   if (value.shape[dim] == 1) return index;
   value.offset += begin * value.strides[dim];
   value.shape[dim] = end - begin;
@@ -45,6 +48,49 @@ void cut_by_columns(const Graph& graph, Stage& stage, MatmulStage& body, int64_t
   stage.accesses = product_accesses(graph, body);
 }
 
+// Columns whose tiles in all blocks of rows precede those of the next columns. Workers that run at the same time then
+// share few columns of b, each of which is read from memory once, where b as a whole would be read again for every
+// block of rows because the cache does not keep it.
+int64_t columns_at_once(const Graph& graph, const MatmulStage& product, const TileShape& tile, const Target& target) {
+  const Value& b = graph.values()[product.b];
+  const int64_t blocks = blocks_of(product.m, tile.rows);
+  if (blocks == 1 || product.codes.bits != 0 || product.n * product.k * size_of(b.type) <= target.caches.bytes / 2)
+    return product.n;
+  return wholes(target.workers, blocks) * tile.columns;
+}
+
+// Adds a stage for every block of rows of columns [first, past).
+void add_row_blocks(Graph& graph, const Stage& stage, const TileShape& tile, int64_t first, int64_t past,
+                    std::vector<Stage>& split) {
+  const auto& product = std::get<MatmulStage>(stage.body);
+  const auto part_of_all = [&](int index, int64_t begin, int64_t end) {
+    return part_of(graph, part_of(graph, index, kRows, begin, end), kColumns, first, past);
+  };
+  const int64_t units = wholes(product.m, kRowUnit), blocks = blocks_of(product.m, tile.rows);
+  for (int64_t block = 0; block < blocks; ++block) {
+    const int64_t begin = units * block / blocks * kRowUnit;
+    const int64_t end = std::min(product.m, units * (block + 1) / blocks * kRowUnit);
+    Stage part = stage;
+    auto& body = std::get<MatmulStage>(part.body);
+    body.a = part_of(graph, body.a, kRows, begin, end);
+    body.scale_a = part_of(graph, body.scale_a, kRows, begin, end);
+    if (past - first < product.n) {
+      body.b = part_of(graph, body.b, kColumns, first, past);
+      body.scale_b = part_of(graph, body.scale_b, kColumns, first, past);
+    }
+    body.bias = part_of_all(body.bias, begin, end);
+    body.out = part_of_all(body.out, begin, end);
+    body.m = end - begin;
+    body.n = past - first;
+    body.tile_rows = tile.rows;
+    body.tile_columns = tile.columns;
+    cut_by_columns(graph, part, body, tile.columns);
+    part.flops = stage.flops * static_cast<double>(body.m * body.n) / static_cast<double>(product.m * product.n);
+    part.bytes = bytes_of(graph, {body.a, body.b, body.out});
+    split.push_back(std::move(part));
+  }
+}
+
 }  // namespace
 
 std::vector<Stage> tile_matmuls(Graph& graph, std::vector<Stage> stages, const Target& target) {
@@ -68,24 +114,9 @@ std::vector<Stage> tile_matmuls(Graph& graph, std::vector<Stage> stages, const T
       const ChosenTile chosen = choose_tile(graph, *product, target);
       tile = {chosen.rows, chosen.columns};
     }
-    const int64_t units = wholes(product->m, kRowUnit), blocks = blocks_of(product->m, tile.rows);
-    for (int64_t block = 0; block < blocks; ++block) {
-      const int64_t begin = units * block / blocks * kRowUnit;
-      const int64_t end = std::min(product->m, units * (block + 1) / blocks * kRowUnit);
-      Stage part = stage;
-      auto& body = std::get<MatmulStage>(part.body);
-      body.a = rows_of(graph, body.a, begin, end);
-      if (body.bias >= 0) body.bias = rows_of(graph, body.bias, begin, end);
-      if (body.scale_a >= 0) body.scale_a = rows_of(graph, body.scale_a, begin, end);
-      body.out = rows_of(graph, body.out, begin, end);
-      body.m = end - begin;
-      body.tile_rows = tile.rows;
-      body.tile_columns = tile.columns;
-      cut_by_columns(graph, part, body, tile.columns);
-      part.flops = stage.flops * static_cast<double>(body.m) / static_cast<double>(product->m);
-      part.bytes = bytes_of(graph, {body.a, body.b, body.out});
-      split.push_back(std::move(part));
-    }
+    const int64_t band = columns_at_once(graph, *product, tile, target);
+    for (int64_t first = 0; first < product->n; first += band)
+      add_row_blocks(graph, stage, tile, first, std::min(product->n, first + band), split);
   }
   return split;
 }

@@ -5,6 +5,7 @@
 // a shared cache, and computes tiles of rows and columns. Here a product of few rows is cut along columns as finely as
 // its kernel works. One of many rows becomes several stages, one per block of rows, each cut along columns. Large tiles
 // read less per operation, small tiles occupy more workers: the tile shape chosen is the one estimated to finish first.
+// A product whose second matrix is too large for the cache is also cut into bands of columns, one after the other.
 #pragma once
 
 #include <vector>

@@ -45,11 +45,15 @@ ChosenTile choose_tile(const Graph& graph, const MatmulStage& product, const Tar
   const Value& b = graph.values()[product.b];
   const bool along_depth = b.strides[b.shape.size() - 2] == 1;
   const int64_t size = element_bytes(graph, product);
+  // Larger tiles bring fewer operands from the cache for each multiplication; warp groups alone have registers for
+  // them.
+  const bool large = target.name == "sm_90a" && size == 2 && along_depth && product.codes.bits == 0;
   ChosenTile best;
-  for (const int64_t rows : {128, 64}) {
-    for (const int64_t columns : {128, 96, 64, 32}) {
+  for (const int64_t rows : {256, 128, 64}) {
+    for (const int64_t columns : {256, 128, 96, 64, 32}) {
       // No such kernel variant.
       if (columns == 96 && (rows != 128 || !along_depth || (size == 1 && !product.fast_accum))) continue;
+      if ((rows == 256 || columns == 256) && (!large || rows * columns != 256 * 128)) continue;
       const TileShape tile{rows, columns};
       const int64_t tiles = blocks_of(product.m, rows) * wholes(product.n, columns) * parts;
       const double move = static_cast<double>(tiles) * bytes_of_tile(tile, product.k, size) / costs.all_bytes_per_us;

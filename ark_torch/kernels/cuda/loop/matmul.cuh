@@ -47,12 +47,14 @@ ARK_LOOP void product_in_tiles(const Side<T, At>& a, const Side<T, EvenRows>& b,
                                int r1, int c0, int c1) {
   constexpr Product s = kShape;
   constexpr bool kA = kRowsAcross<s, At, T>, kB = kColumnsAcross<s, T>;
+  constexpr int kFewer = least(kRows, 128), kNarrower = least(kColumns, 128);  // larger tiles are warp groups' alone
   if constexpr (kIsHalf<T> && kGroups)
     tiled_product<GroupTile<T, kRows, kColumns, kA, kB>, kRows, kColumns, kA, kB>(s, a, b, out, bias, r0, r1, c0, c1);
   else if constexpr (kIsHalf<T>)
-    tiled_product<TensorTile<T, kRows, kColumns, kA, kB>, kRows, kColumns, kA, kB>(s, a, b, out, bias, r0, r1, c0, c1);
+    tiled_product<TensorTile<T, kFewer, kNarrower, kA, kB>, kFewer, kNarrower, kA, kB>(s, a, b, out, bias, r0, r1, c0,
+                                                                                       c1);
   else
-    tiled_product<PlainTile<kRows, kColumns>, kRows, kColumns, kA, kB>(s, a, b, out, bias, r0, r1, c0, c1);
+    tiled_product<PlainTile<kFewer, kNarrower>, kFewer, kNarrower, kA, kB>(s, a, b, out, bias, r0, r1, c0, c1);
 }
 
 template <int MostRows, Product kShape, int kRows, int kColumns, class At, class T, class Out, class Bias>

@@ -2,10 +2,10 @@
 // while all threads copy what comes next.
 //
 // tile_copy.cuh writes matrices in a layout that these instructions support: lines of 128 bytes with swizzled chunks, a
-// pattern that repeats every 1,024 bytes. A group has 64 rows and all columns of the tile: with fewer columns it would
-// read as much of a for less work, and reads are the bottleneck. Groups split the depth: the g-th adds up the g-th part
-// of each line, in steps of 16, and finally their sums are added in order. So an element's sum depends on the tile's
-// shape and the depth, not on the tile's position.
+// pattern that repeats every 1,024 bytes. A group has 64 rows and up to 128 columns of the tile: with fewer columns it
+// would read as much of a for less work, and reads are the bottleneck. If there are more groups than such parts, groups
+// split the depth: the g-th adds up the g-th part of each line, in steps of 16, and finally their sums are added in
+// order. So an element's sum depends on the tile's shape and the depth, not on the tile's position.
 #pragma once
 
 #include "cuda/loop/ptx_group.cuh"
@@ -18,10 +18,13 @@ namespace ark::loop {
 // and its sums as float32, for which a group has registers with 64 columns.
 template <class T, int kRows, int kColumns, bool kAAcross, bool kBAcross, bool kPromotes = false>
 struct GroupTile {
-  static constexpr int kMyColumns = (kBAcross || kPromotes) && kColumns > 64 ? 64 : kColumns;
+  static constexpr int kMostColumns = kBAcross || kPromotes ? 64 : 128;
+  static constexpr int kMyColumns = kColumns > kMostColumns ? kMostColumns : kColumns;
   static constexpr int kDown = kRows / 64, kAcross = kColumns / kMyColumns, kSplit = kWarps / 4 / (kDown * kAcross);
   static constexpr int kOver = kMyColumns / 8, kMine = kOver / kSplit;  // of products 64 x 8; that a group finishes
-  static_assert(kRows % 64 == 0 && kColumns % kMyColumns == 0 && kOver % kSplit == 0 && kMine <= 8);
+  static constexpr int kHeld = (kMine + 7) / 8;  // a lane keeps the biases of two columns of each 64
+  static_assert(kSplit > 0 && kRows % 64 == 0 && kColumns % kMyColumns == 0 && kOver % kSplit == 0);
+  static_assert(kMine <= 8 || kSplit == 1);
   static_assert(!kBAcross || 64 % kMyColumns == 0);
   static_assert(kWorkspaceAlignment % 1024 == 0);  // chunks are swizzled by bits of their address
   static constexpr bool kAsync = true;             // add() is done after wait(), and finish() needs the workspace
@@ -135,11 +138,14 @@ struct GroupTile {
     const int self = thread_anew(), lane = self % 32;
     const int row = r + first_row(self) + self / 32 % 4 * 16 + lane / 4;
     const int my_columns = c + first_column(self) + part(self) * kMine * 8, column = my_columns + lane % 4 * 2;
-    float held[2] = {}, mine[kMine][4];  // if all rows share the bias, a lane holds two columns of it
+    static_assert(!kScaled<Bias> || kHeld == 1);
+    float held[kHeld][2] = {}, mine[kMine][4];  // if all rows share the bias
     const RowAndColumnScales<kScaled<Bias>> scales(bias, row, r1, my_columns + lane * 2, c1, lane * 2 < kMine * 8);
-    ARK_UNROLL for (int e = 0; e < 2; ++e) if (kHasBias<Bias> && s.bias_row == 0 && lane * 2 < kMine * 8 &&
-                                               my_columns + lane * 2 + e < c1) held[e] =
-        bias_of(s, bias, 0, my_columns + lane * 2 + e);
+    ARK_UNROLL for (int h = 0; h < kHeld; ++h) ARK_UNROLL for (int e = 0; e < 2; ++e) {
+      const int mine_at = h * 64 + lane * 2;
+      if (kHasBias<Bias> && s.bias_row == 0 && mine_at < kMine * 8 && my_columns + mine_at + e < c1)
+        held[h][e] = bias_of(s, bias, 0, my_columns + mine_at + e);
+    }
     wait<0>();
     leave(self);
     collect(self, mine);
@@ -148,12 +154,12 @@ struct GroupTile {
       ARK_UNROLL for (int e = 0; e < 4; ++e) if constexpr (kHasBias<Bias>) {
         const int my_row = row + e / 2 * 8, my_column = column + i * 8 + e % 2;
         if (s.bias_row == 0)
-          added[e] = e < 2 ? shuffle_from<32>(held[e], i * 4 + lane % 4) : added[e - 2];
+          added[e] = e < 2 ? shuffle_from<32>(held[i / 8][e], i % 8 * 4 + lane % 4) : added[e - 2];
         else if (my_row < r1 && my_column < c1)
           added[e] = bias_of(s, bias, my_row, my_column);
       }
       ARK_UNROLL for (int e = 0; e < 4; ++e) mine[i][e] =
-          finished(bias, scales.applied(mine[i][e], e / 2, e % 2, i * 4 + lane % 4), added[e]);
+          finished(bias, scales.applied(mine[i][e], e / 2, e % 2, i % 8 * 4 + lane % 4), added[e]);
     }
     const bool adjacent = kMine % 2 == 0 && paired && c1 - c >= kColumns && c % 4 == 0 && s.out_row % 4 == 0 &&
                           is_aligned(out, 4 * static_cast<int>(sizeof(Out)));

@@ -26,7 +26,7 @@ ARK_LOOP void ring_product(Tile& tile, const Product& s, const Side<T, At>& a, c
   constexpr int kABytes = ACopy::kBytes, kBytes = kABytes + BCopy::kBytes;
   constexpr int kStages = least((Tile::kAsync ? kGroupWorkspaceBytes : kWorkspaceBytes) / kBytes, 8);
   // A stage is refilled kBehind stages after its use. With many stages, a multiplication may run until then.
-  constexpr int kBehind = Tile::kAsync && kStages >= 5 ? 2 : 1;
+  constexpr int kBehind = Tile::kAsync && kStages >= 4 ? 2 : 1;
   constexpr int kDepth = kTileDepth<T>;
   const int steps = s.depth > 0 ? static_cast<int>(in_wholes(s.depth, kDepth)) : 1;
   const bool paired = stored_in_pairs<At>(s, out, c0);
