@@ -242,15 +242,43 @@ def test_large_tiles(sources: Sources, compiled: Any, dtype: torch.dtype) -> Non
     """Of 256 rows or columns, with and without a bias and an activation; also where operands turn out misaligned."""
     sizes = [(2048, 2048), (1576, 2304), (2048, 8192)]
     weights = [(torch.randn(n, 768, dtype=dtype), torch.randn(n, dtype=dtype)) for _, n in sizes]
+    plain = torch.randn(768, 2048, dtype=dtype)
 
     def call(rows: list[Tensor]) -> list[Tensor]:
         (w0, _), (w1, b1), (w2, b2) = weights
-        return [F.linear(rows[0], w0), F.linear(rows[1], w1, b1), F.gelu(F.linear(rows[2], w2, b2))]
+        linear = [F.linear(rows[0], w0), F.linear(rows[1], w1, b1), F.gelu(F.linear(rows[2], w2, b2))]
+        return [*linear, rows[0] @ plain]
 
     compiled(call, dynamic=False, minimum=1, fallback=False)[0]([torch.randn(m, 768, dtype=dtype) for m, _ in sizes])
     [source] = sources.found
     tiles = set(re.findall(r"product<\d+, s, (\d+, \d+)>", source))
     assert ("256, 128" in tiles and "128, 256" in tiles) == (sources.arch == "sm_90a"), tiles
+    sources.check()
+
+
+@pytest.mark.by_day("sm_90a-64")
+@pytest.mark.parametrize("size", [64, 128])
+def test_attention_of_many_rows(sources: Sources, compiled: Any, size: int) -> None:
+    """In blocks of positions: every kind of mask, keys shared by query heads, a batch in parts."""
+    shapes = {"none": (3, 5, 5, 197), "causal": (2, 4, 4, 300), "rows": (1, 8, 2, 700), "floats": (1, 6, 2, 150)}
+    masks = {"rows": torch.rand(700, 700) < 0.5, "floats": torch.randn(150, 150, dtype=torch.bfloat16)}
+
+    def call(given: dict[str, list[Tensor]]) -> list[Tensor]:
+        return [
+            F.scaled_dot_product_attention(
+                q, k, v, attn_mask=masks.get(kind), is_causal=kind == "causal", enable_gqa=q.shape[1] != k.shape[1]
+            )
+            for kind, (q, k, v) in given.items()
+        ]
+
+    def drawn(batch: int, heads: int, rows: int) -> Tensor:
+        return torch.randn(batch, rows, heads, size, dtype=torch.bfloat16).transpose(1, 2)
+
+    given = {kind: [drawn(b, hq, n), drawn(b, hk, n), drawn(b, hk, n)] for kind, (b, hq, hk, n) in shapes.items()}
+    compiled(call, dynamic=False, minimum=1, fallback=False)[0](given)
+    [source] = sources.found
+    if sources.arch == "sm_90a":
+        assert source.count(f"attend_flash<{size}, s>") >= len(shapes)
     sources.check()
 
 

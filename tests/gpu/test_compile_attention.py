@@ -9,8 +9,8 @@ from torch import Tensor
 
 pytestmark = pytest.mark.timeout(120)
 
-# Batch, query and key heads, queries, positions, head size; the mask. Warp groups handle head size 64, up to 512
-# positions, and one mask for all rows.
+# Batch, query and key heads, queries, positions, head size; the mask. Warp groups handle head sizes 64 and 128, all
+# positions at once if there are up to 512, one mask for all rows and few rows.
 CASES = [
     (1, 16, 16, 384, 384, 64, "floats"),
     (2, 3, 3, 100, 100, 64, "floats"),
@@ -21,6 +21,16 @@ CASES = [
     (1, 2, 2, 40, 130, 64, "at odd places"),
     (1, 2, 2, 64, 513, 64, "bools"),
     (1, 2, 2, 96, 256, 96, "bools"),
+    (3, 5, 5, 197, 197, 64, "none"),
+    (2, 4, 4, 300, 300, 64, "causal"),
+    (1, 8, 2, 700, 700, 64, "rows"),
+    (1, 6, 2, 130, 1000, 64, "row floats"),
+    (1, 4, 4, 260, 700, 64, "holes"),
+    (2, 3, 3, 200, 650, 64, "heads"),
+    (1, 4, 4, 333, 333, 128, "causal"),
+    (1, 8, 2, 100, 777, 128, "rows"),
+    (2, 2, 2, 140, 70, 128, "none"),
+    (1, 2, 2, 70, 129, 128, "row floats"),
 ]
 
 
@@ -38,11 +48,20 @@ def operands(case: tuple[int, int, int, int, int, int, str], dtype: torch.dtype)
             mask[..., 128:300] = False
         if kind == "floats":
             mask = torch.where(mask, 0.25, float("-inf")).to(dtype)
+    if kind in ("rows", "row floats", "heads"):
+        # Nobody attends to the middle, and every row to the first position.
+        mask = torch.rand(batch, heads if kind == "heads" else 1, queries, keys, device="cuda") < 0.6
+        mask &= torch.arange(keys, device="cuda") < torch.arange(queries, device="cuda")[:, None] * keys // queries + 64
+        mask[..., 128:200] = False
+        mask[..., 0] = True
+        if kind == "row floats":
+            mask = torch.where(mask, torch.randn_like(mask, dtype=torch.float32), float("-inf")).to(dtype)
     return [drawn(heads, queries), drawn(shared, keys), drawn(shared, keys), mask]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    shared = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=shared)
 
 
 @pytest.mark.parametrize("dtype, close", [(torch.float16, 1e-3), (torch.bfloat16, 8e-3)])
@@ -53,13 +72,13 @@ def test_attention_of_many_rows(dtype: torch.dtype, close: float) -> None:
     given = [operands(case, dtype) for case in CASES]
 
     def all_of(given: list[list[Tensor]]) -> list[Tensor]:
-        return [attend(*one) for one in given]
+        return [attend(*one, case[-1] == "causal") for one, case in zip(given, CASES, strict=True)]
 
     with torch.no_grad():
         call = torch.compile(all_of, backend="ark", options={"choose": "ark"}, dynamic=False)
         got, again = call(given), call(given)
     for case, (q, k, v, mask), one, other in zip(CASES, given, got, again, strict=True):
         wide = mask.double() if mask is not None and mask.is_floating_point() else mask
-        want = attend(q.double(), k.double(), v.double(), wide)
+        want = attend(q.double(), k.double(), v.double(), wide, case[-1] == "causal")
         assert float((one.double() - want).norm() / want.norm()) < close, case
         assert torch.equal(one, other), case

@@ -1,10 +1,12 @@
-// Chooses the blocks of query rows and makes one stage per block. See split_queries.hpp.
+// Chooses the parts and blocks and makes one stage for each. See split_queries.hpp.
 #include "compiler/passes/split_queries.hpp"
 
 #include <algorithm>
 #include <utility>
 
 #include "compiler/fuse/fuse_views.hpp"
+#include "compiler/schedule/attention_kernel.hpp"
+#include "compiler/schedule/matmul_tile.hpp"
 
 namespace ark::compiler {
 
@@ -14,22 +16,92 @@ constexpr int64_t kTileRows = 64;  // query rows, over all heads that share keys
 constexpr int64_t kFewRows =
     16;  // up to this many the kernel uses another algorithm: blocks as small would make bits depend on the cut
 
-// A view of rows [begin, end) of dimension 2; the value itself if it has one row for all.
-Value rows_of(Value value, int64_t begin, int64_t end) {
-  if (value.shape[2] == 1) return value;
-  value.offset += begin * value.strides[2];
-  value.shape[2] = end - begin;
-  return value;
+int64_t heads_of(const Graph& graph, const AttentionStage& attention) {
+  return graph.values()[attention.q].shape[1] / graph.values()[attention.k].shape[1];
 }
 
-// Query rows per block: as few as give every worker a tile, in whole tiles of the kernel.
-int64_t block_rows(const Graph& graph, const Stage& stage, const AttentionStage& attention, int workers) {
-  const Value &q = graph.values()[attention.q], &k = graph.values()[attention.k];
-  const int64_t queries = q.shape[2], heads = q.shape[1] / k.shape[1];
+// Whether later query rows attend to more positions, certainly or, with a mask of its own for each row, probably.
+bool is_triangular(const Graph& graph, const AttentionStage& attention) {
+  if (attention.causal || attention.mask < 0) return attention.causal;
+  const Value& mask = graph.values()[attention.mask];
+  return mask.shape[2] > 1 && mask.strides[2] != 0;
+}
+
+// The share of query rows [begin, end) in the operations that the stage counts, which knows of a mask nothing.
+double share_of(const Graph& graph, const AttentionStage& attention, int64_t begin, int64_t end) {
+  const auto queries = static_cast<double>(graph.values()[attention.q].shape[2]);
+  const auto first = static_cast<double>(begin), past = static_cast<double>(end);
+  if (!is_triangular(graph, attention)) return (past - first) / queries;
+  const auto keys = static_cast<double>(graph.values()[attention.k].shape[2]);
+  const double before = attention.causal ? 0 : std::max(0.0, keys - queries);  // positions that all rows attend to
+  const auto work = [&](double from, double to) { return (to - from) * (2 * before + from + to); };
+  return work(first, past) / (attention.causal ? work(0, queries) : 2 * queries * keys);
+}
+
+// Query rows per block, in whole tiles of the kernel. `tasks`: of one block.
+int64_t block_rows(const Graph& graph, const AttentionStage& attention, int64_t tasks, const Target& target) {
+  const int64_t queries = graph.values()[attention.q].shape[2], heads = heads_of(graph, attention);
   const int64_t least = std::max<int64_t>(1, kTileRows / heads);
-  const int64_t blocks = std::clamp<int64_t>(workers / stage.extent, 1, (queries + least - 1) / least);
-  const int64_t rows = (queries + blocks - 1) / blocks;
-  return (rows + least - 1) / least * least;
+  const auto whole = [&](int64_t blocks) { return wholes(wholes(queries, blocks), least) * least; };
+  const int64_t most = wholes(queries, least);
+  if (target.name != "sm_90a") return whole(std::clamp<int64_t>(target.workers / tasks, 1, most));
+  int64_t best = queries;
+  double best_us = 0;
+  for (int64_t blocks = 1; blocks <= most; ++blocks) {
+    const int64_t rows = whole(blocks), all = tasks * wholes(queries, rows);
+    const double task_us = attention_task_us(graph, attention, std::min(rows, queries) * heads);
+    // Tasks of different length are shared out by their estimates.
+    const double us = is_triangular(graph, attention)
+                          ? std::max(task_us, static_cast<double>(all) * task_us / 2 / target.workers)
+                          : static_cast<double>(wholes(all, target.workers)) * task_us;
+    if (blocks == 1 || us < best_us - 1e-9) best = rows, best_us = us;
+  }
+  return best;
+}
+
+// The attention for indices [begin, end) of a dimension: of the batch, of KV heads with their query heads, or of query
+// rows. What has one index for all stays as it is.
+Stage part_of(Graph& graph, const Stage& stage, size_t dim, int64_t begin, int64_t end) {
+  Stage part = stage;
+  AttentionStage& body = std::get<AttentionStage>(part.body);
+  const int64_t heads = heads_of(graph, body);
+  const double share = dim == 2 ? share_of(graph, body, begin, end)
+                                : static_cast<double>(end - begin) /
+                                      static_cast<double>(graph.values()[dim == 1 ? body.k : body.q].shape[dim]);
+  const auto view = [&](int& index, int64_t times) {
+    if (index < 0 || graph.values()[index].shape[dim] == 1) return;
+    Value value = graph.values()[index];
+    value.offset += begin * times * value.strides[dim];
+    value.shape[dim] = (end - begin) * times;
+    const int viewed = view_value(graph, value);
+    for (Access& access : part.accesses)
+      if (access.value == index) access.value = viewed;
+    index = viewed;
+  };
+  if (dim == 2) body.first_query += begin;
+  const int64_t times = dim == 1 ? heads : 1;
+  view(body.q, times);
+  view(body.mask, times);
+  view(body.out, times);
+  if (dim != 2) view(body.k, 1), view(body.v, 1);
+  part.flops = stage.flops * share;
+  part.bytes = bytes_of(graph, {body.q, body.k, body.v, body.out});
+  return part;
+}
+
+// Parts of the dimension that the stage's axis does not cut, as many as give every worker a tile.
+std::vector<Stage> parts_across(Graph& graph, const Stage& stage, const AttentionStage& attention,
+                                const Target& target) {
+  const Value& k = graph.values()[attention.k];
+  const size_t dim = stage.extent == k.shape[0] && k.shape[0] > k.shape[1] ? 1 : 0;
+  const int64_t count = k.shape[dim];
+  int64_t parts = std::clamp<int64_t>(wholes(target.workers, stage.extent), 1, count);
+  while (count % parts != 0) ++parts;  // of even length
+  if (parts == 1) return {stage};
+  std::vector<Stage> all;
+  for (int64_t part = 0; part < parts; ++part)
+    all.push_back(part_of(graph, stage, dim, count * part / parts, count * (part + 1) / parts));
+  return all;
 }
 
 }  // namespace
@@ -39,30 +111,25 @@ std::vector<Stage> split_queries(Graph& graph, std::vector<Stage> stages, const 
   for (Stage& stage : stages) {
     const auto* attention = std::get_if<AttentionStage>(&stage.body);
     const int64_t queries = attention == nullptr ? 0 : graph.values()[attention->q].shape[2];
-    const int64_t rows = attention == nullptr ? 0 : block_rows(graph, stage, *attention, target.workers);
-    if (rows >= queries) {
+    if (attention == nullptr || queries * heads_of(graph, *attention) <= kFewRows) {
       split.push_back(std::move(stage));
       continue;
     }
-    const int64_t heads = graph.values()[attention->q].shape[1] / graph.values()[attention->k].shape[1];
-    for (int64_t begin = 0, end = 0; begin < queries; begin = end) {
-      end = (queries - begin - rows) * heads <= kFewRows ? queries : begin + rows;
-      Stage block = stage;
-      AttentionStage& body = std::get<AttentionStage>(block.body);
-      const auto view = [&](int& value) {
-        if (value < 0) return;
-        const int part = view_value(graph, rows_of(graph.values()[value], begin, end));
-        for (Access& access : block.accesses)
-          if (access.value == value) access.value = part;
-        value = part;
-      };
-      body.first_query = attention->first_query + begin;
-      view(body.q);
-      view(body.mask);
-      view(body.out);
-      block.flops = stage.flops * static_cast<double>(end - begin) / static_cast<double>(queries);
-      block.bytes = bytes_of(graph, {body.q, body.k, body.v, body.out});
-      split.push_back(std::move(block));
+    const int64_t heads = heads_of(graph, *attention);
+    const std::vector<Stage> parts = parts_across(graph, stage, *attention, target);
+    const int64_t rows = block_rows(graph, *attention, stage.extent * static_cast<int64_t>(parts.size()), target);
+    std::vector<int64_t> bounds = {0};
+    while (bounds.back() < queries) {
+      const int64_t left = queries - bounds.back();
+      bounds.push_back(left <= rows || (left - rows) * heads <= kFewRows ? queries : bounds.back() + rows);
+    }
+    // The longest tasks come first, as others then fill what they leave.
+    const bool backwards = is_triangular(graph, *attention);
+    const size_t blocks = bounds.size() - 1;
+    for (size_t i = 0; i < blocks; ++i) {
+      const size_t block = backwards ? blocks - 1 - i : i;
+      for (const Stage& part : parts)
+        split.push_back(blocks == 1 ? part : part_of(graph, part, 2, bounds[block], bounds[block + 1]));
     }
   }
   return split;

@@ -1,8 +1,9 @@
 // Splits attention over many query rows into as many stages as keep a GPU's workers busy. For few rows see
 // split_kv.hpp.
 //
-// A stage's axis cuts KV heads only: 8 or 16 of them for a GPU's 132 workers. Here each such stage becomes several, one
-// per block of query rows: views of the same queries and results, with the same keys and values.
+// A stage's axis cuts KV heads or the batch: 8 or 16 of them for a GPU's 132 workers. Here each such stage becomes
+// several, by the other of these dimensions, and by blocks of query rows: views of the same queries and results. Of a
+// block's sizes the one is chosen whose tasks are estimated to end first.
 #pragma once
 
 #include <vector>

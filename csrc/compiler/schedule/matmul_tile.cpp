@@ -47,7 +47,7 @@ ChosenTile choose_tile(const Graph& graph, const MatmulStage& product, const Tar
   const int64_t size = element_bytes(graph, product);
   // Larger tiles bring fewer operands from the cache for each multiplication; warp groups alone have registers for
   // them.
-  const bool large = target.name == "sm_90a" && size == 2 && along_depth && product.codes.bits == 0;
+  const bool large = target.name == "sm_90a" && size == 2 && product.codes.bits == 0;
   ChosenTile best;
   for (const int64_t rows : {256, 128, 64}) {
     for (const int64_t columns : {256, 128, 96, 64, 32}) {

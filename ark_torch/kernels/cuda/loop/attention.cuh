@@ -8,6 +8,7 @@
 #include "cuda/loop/attention_combine.cuh"
 #include "cuda/loop/attention_decode.cuh"
 #include "cuda/loop/attention_few.cuh"
+#include "cuda/loop/attention_flash.cuh"
 #include "cuda/loop/attention_float.cuh"
 #include "cuda/loop/attention_groups.cuh"
 #include "cuda/loop/attention_tiles.cuh"

@@ -22,11 +22,14 @@ ARK_LOOP uint32 high_halves(uint32 a, uint32 b) {
   return __byte_perm(a, b, 0x7632);
 }
 
-// exp(x) to about 22 bits.
-ARK_LOOP float fast_exp(float x) {
+// 2^x and exp(x) to about 22 bits.
+ARK_LOOP float fast_exp2(float x) {
   float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+ARK_LOOP float fast_exp(float x) {
+  return fast_exp2(x * 1.4426950408889634f);
 }
 
 ARK_LOOP uint32 ballot(bool condition) {

@@ -18,14 +18,14 @@ namespace ark::loop {
 // and its sums as float32, for which a group has registers with 64 columns.
 template <class T, int kRows, int kColumns, bool kAAcross, bool kBAcross, bool kPromotes = false>
 struct GroupTile {
-  static constexpr int kMostColumns = kBAcross || kPromotes ? 64 : 128;
+  static constexpr int kMostColumns = kPromotes ? 64 : 128;
   static constexpr int kMyColumns = kColumns > kMostColumns ? kMostColumns : kColumns;
   static constexpr int kDown = kRows / 64, kAcross = kColumns / kMyColumns, kSplit = kWarps / 4 / (kDown * kAcross);
   static constexpr int kOver = kMyColumns / 8, kMine = kOver / kSplit;  // of products 64 x 8; that a group finishes
   static constexpr int kHeld = (kMine + 7) / 8;  // a lane keeps the biases of two columns of each 64
   static_assert(kSplit > 0 && kRows % 64 == 0 && kColumns % kMyColumns == 0 && kOver % kSplit == 0);
   static_assert(kMine <= 8 || kSplit == 1);
-  static_assert(!kBAcross || 64 % kMyColumns == 0);
+  static_assert(!kBAcross || 64 % kMyColumns == 0 || kMyColumns % 64 == 0);
   static_assert(kWorkspaceAlignment % 1024 == 0);  // chunks are swizzled by bits of their address
   static constexpr bool kAsync = true;             // add() is done after wait(), and finish() needs the workspace
 

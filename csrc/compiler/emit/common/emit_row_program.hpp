@@ -79,10 +79,9 @@ class RowEmitter {
   const std::vector<Instruction>& code_;
   RowNest nest_;
   const RowExpressions expressions_;
-  static constexpr int kMostTurns = 8, kMostKept = 32;  // columns and registers per thread
-  static constexpr size_t kShortProgram = 12;           // short enough to be unrolled eight times
-  static constexpr size_t kShortAmongPlaces = 8;        // the same if several indices determine an element's address
-  static constexpr int64_t kManyElements = 1 << 17;     // enough that tiles have more elements than threads
+  static constexpr int kMostTurns = 16, kMostKept = 48;  // columns and registers per thread
+  static constexpr size_t kShortProgram = 12;            // short enough to be unrolled eight times
+  static constexpr size_t kShortAmongPlaces = 8;         // the same if several indices determine an element's address
   std::vector<int> level_;
   int last_level_ = 0;
   int turns_ = 0;         // of a GPU: columns per thread, if they are few

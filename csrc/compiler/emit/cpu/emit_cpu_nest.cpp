@@ -2,6 +2,8 @@
 #include "compiler/emit/cpu/emit_cpu_nest.hpp"
 
 #include <algorithm>
+#include <functional>
+#include <numeric>
 
 namespace ark::compiler {
 
@@ -30,6 +32,10 @@ int64_t RowNest::stride(const Instruction& one, const RowLoop& loop) {
   return loop.dims.empty() ? 0 : one.strides[static_cast<size_t>(loop.dims.back())];
 }
 
+int64_t RowNest::elements() const {
+  return std::accumulate(program_.shape.begin(), program_.shape.end(), int64_t{1}, std::multiplies<>());
+}
+
 int64_t RowNest::columns() const {
   int64_t all = 1;
   for (const RowLoop& loop : loops_) all *= loop.column ? loop.size : 1;
@@ -44,6 +50,8 @@ void RowNest::look_at_code() {
     if (accesses(one) && one.strides.size() != program_.shape.size())
       to_.refuse("a load or store has {} strides for {} dimensions", one.strides.size(), rank());
   }
+  // On a GPU a thread computes them for each of its elements: with a warp per row, too few loads would be in flight.
+  if (to_.cuda() && !reduces_ && elements() >= kManyElements) numbers_ = false;
   inner_ = has_numbers() ? program_.inner : rank();
   if (reduces_ && program_.axis >= rank() - inner_) to_.refuse("its tiles cut rows that it reduces");
 }

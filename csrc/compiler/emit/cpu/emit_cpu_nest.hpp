@@ -35,6 +35,8 @@ class RowNest {
   bool across_rows() const { return !to_.cuda() && !loops_[vector_].column; }
   bool has_numbers() const { return reduces_ || numbers_; }  // there are per-row numbers
   int64_t columns() const;
+  int64_t elements() const;                          // of the whole shape
+  static constexpr int64_t kManyElements = 1 << 17;  // enough that a GPU's tiles have more elements than threads
 
   static bool accesses(const RowProgram::Instruction& one);
   static int64_t stride(const RowProgram::Instruction& one, const RowLoop& loop);

@@ -6,22 +6,11 @@
 #include <vector>
 
 #include "compiler/emit/cpu/emit_cpu_loops.hpp"
+#include "compiler/schedule/attention_kernel.hpp"
 
 namespace ark::compiler {
 
 namespace {
-
-// Whether a GPU with warp groups uses them for this attention (kernels/cuda/loop/attention_groups.cuh).
-bool attends_by_groups(const Graph& graph, const AttentionStage& attention) {
-  const auto value = [&](int index) { return graph.values()[static_cast<size_t>(index)]; };
-  const Value q = value(attention.q), k = value(attention.k), v = value(attention.v);
-  constexpr int64_t kColumns = 64, kMostPositions = 512, kFewRows = 16;
-  const bool one_mask = attention.mask < 0 || (stride_from_end(value(attention.mask), 2) == 0 &&
-                                               stride_from_end(value(attention.mask), 3) == 0);
-  return size_of(q.type) == 2 && q.type == k.type && k.type == v.type && q.shape[3] == kColumns &&
-         v.shape[3] == kColumns && k.shape[2] <= kMostPositions && q.shape[1] / k.shape[1] * q.shape[2] > kFewRows &&
-         one_mask && !attention.causal && attention.states < 0;
-}
 
 // The flag whether queries, keys and values can be loaded 16 bytes at a time; "false" also if the kernel ignores it.
 std::string aligned_rows(FunctionWriter& to, const AttentionStage& attention) {
@@ -88,8 +77,10 @@ void emit(FunctionWriter& to, const AttentionStage& attention, const std::functi
     return std::vector<int64_t>{stride(value, 0), stride(value, 1) * shared};
   };
   const std::string aligned = to.cuda() ? aligned_rows(to, attention) : "";
-  const bool groups = to.cuda() && aligned != "false" && attends_by_groups(to.graph(), attention);
-  // The kernel for warp groups uses each address once, at its start, so there is no need to reload them later.
+  const AttentionKernel chosen =
+      to.cuda() && aligned != "false" ? attention_kernel(to.graph(), attention) : AttentionKernel::plain;
+  const bool groups = chosen == AttentionKernel::groups;
+  // This kernel uses each address once, at its start, so there is no need to reload them later.
   const auto place = [&](int value, bool write, const std::vector<int64_t>& strides) {
     return at(groups ? to.pointer(value, write) : to.pointer_later(value, write), indices, strides);
   };
@@ -134,10 +125,12 @@ void emit(FunctionWriter& to, const AttentionStage& attention, const std::functi
   if (!to.cuda())
     to.scratch((16 * (padded + padded_values) + padded * 64) * 4);  // attention_scratch() of attention.hpp
   // Strides are a template argument of the kernels that select code by them.
-  if (groups) to.multiply_by_groups();
+  if (chosen != AttentionKernel::plain) to.multiply_by_groups();
   const std::string kernel = !to.cuda() ? formatted("attend<{}, {}>(context, s", columns, value_columns)
                              : groups   ? "attend_by_groups<s>(context"
-                                        : formatted("attend<{}, {}, s>(context", columns, value_columns);
+                             : chosen == AttentionKernel::flash
+                                 ? formatted("attend_flash<{}, s>(context", columns)
+                                 : formatted("attend<{}, {}, s>(context", columns, value_columns);
   if (added && states_at.empty()) states_at = ", static_cast<float*>(nullptr)";
   const std::string call = formatted("{}, {}, {}, {}, {}, {}{}", kernel, q_at, k_at, v_at, mask_at, out_at, states_at);
   if (added)

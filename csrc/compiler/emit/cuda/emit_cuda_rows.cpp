@@ -8,20 +8,23 @@
 #include "compiler/emit/common/emit_row_program.hpp"
 
 #include <algorithm>
+#include <bit>
 
 namespace ark::compiler {
 
 void RowEmitter::open_threads() {
   if (!nest_.has_numbers()) {
-    if (nest_.rows() * nest_.columns() < kManyElements) return;
+    if (nest_.rows() * nest_.columns() < RowNest::kManyElements) return;
     turns_ = code_.size() <= (nest_.loops().size() == 1 ? kShortProgram : kShortAmongPlaces) ? 8 : 4;
     return to_.open("for_blocks<{}>({}, [&](int64_t first, int64_t past)", turns_, nest_.count(true));
   }
   // By shape only: the order of a sum must not depend on the tile.
   const bool narrow = nest_.columns() <= 64 || (nest_.columns() <= 1024 && nest_.rows() >= 2048);
-  const bool several = nest_.columns() <= 1024 && nest_.rows() >= 256;  // in most tiles
+  const bool several = nest_.columns() <= 2048 && nest_.rows() >= 256;  // in most tiles
   const int64_t threads = narrow ? 32 : several ? 128 : 512;            // as in cuda/loop/group.cuh
-  const int64_t turns = (nest_.columns() + threads - 1) / threads;
+  const int64_t least = (nest_.columns() + threads - 1) / threads;
+  const auto whole = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(least)));  // some threads have none then
+  const int64_t turns = whole_columns() && nest_.columns() % whole == 0 ? whole : least;
   turns_ = turns <= kMostTurns ? static_cast<int>(turns) : 0;
   in_runs_ = turns_ > 1 && (turns_ & (turns_ - 1)) == 0 && nest_.columns() % turns_ == 0 && whole_columns();
   const std::string warps = to_.first_thread() == 0 ? "Warp" : formatted("WarpFrom<{}>", to_.first_thread() / 32);

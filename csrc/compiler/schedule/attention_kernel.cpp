@@ -1,0 +1,61 @@
+// Chooses the kernel by shapes and types. See attention_kernel.hpp.
+#include "compiler/schedule/attention_kernel.hpp"
+
+#include <algorithm>
+
+#include "compiler/graph/stage_queries.hpp"
+#include "compiler/schedule/matmul_tile.hpp"
+
+namespace ark::compiler {
+
+namespace {
+
+constexpr int64_t kGroupRows = 64;  // of a warp group, with 64 value columns
+constexpr int64_t kGroups = 4;
+
+// Figures of an H100 (docs/measurements.md).
+constexpr double kStartUs = 2;
+constexpr double kAllPositionsUs = 0.6, kPositionUs = 0.0125;  // attention_groups.cuh: 64 rows
+constexpr double kBlockUs = 0.5, kBusyGroupUs = 0.125;        // attention_flash.cuh: a block of 64 positions
+
+int64_t rows_of(const Graph& graph, const AttentionStage& attention) {
+  const Value &q = graph.values()[attention.q], &k = graph.values()[attention.k];
+  return q.shape[1] / k.shape[1] * q.shape[2];
+}
+
+AttentionKernel kernel_for(const Graph& graph, const AttentionStage& attention, int64_t rows) {
+  constexpr int64_t kFewRows = 16, kMostPositions = 512, kMostByGroups = 2 * kGroupRows;
+  const auto value = [&](int index) { return graph.values()[static_cast<size_t>(index)]; };
+  const Value q = value(attention.q), k = value(attention.k), v = value(attention.v);
+  const int64_t columns = q.shape[3];
+  if (size_of(q.type) != 2 || q.type != k.type || k.type != v.type || columns != v.shape[3] || rows <= kFewRows ||
+      (columns != 64 && columns != 128) || attention.states >= 0 || attention.added.k >= 0)
+    return AttentionKernel::plain;
+  const auto same_along = [](const Value& mask, size_t dim) { return mask.shape[dim] == 1 || mask.strides[dim] == 0; };
+  const bool one_mask =
+      attention.mask < 0 || (same_along(value(attention.mask), 1) && same_along(value(attention.mask), 2));
+  const bool by_groups = columns == 64 && k.shape[2] <= kMostPositions && one_mask && !attention.causal;
+  return by_groups && rows <= kMostByGroups ? AttentionKernel::groups : AttentionKernel::flash;
+}
+
+}  // namespace
+
+AttentionKernel attention_kernel(const Graph& graph, const AttentionStage& attention) {
+  return kernel_for(graph, attention, rows_of(graph, attention));
+}
+
+double attention_task_us(const Graph& graph, const AttentionStage& attention, int64_t rows) {
+  const Value& k = graph.values()[attention.k];
+  const auto positions = static_cast<double>(k.shape[2]);
+  if (kernel_for(graph, attention, rows) == AttentionKernel::groups)
+    return kStartUs + static_cast<double>(wholes(rows, kGroupRows)) * (kAllPositionsUs + kPositionUs * positions);
+  const int64_t halves = k.shape[3] / 64, at_once = kGroupRows * kGroups / std::max<int64_t>(1, halves);
+  double us = kStartUs;
+  for (int64_t first = 0; first < rows; first += at_once) {
+    const int64_t busy = wholes(std::min(at_once, rows - first), kGroupRows) * halves;
+    us += 1 + static_cast<double>(wholes(k.shape[2], 64)) * (kBlockUs + kBusyGroupUs * static_cast<double>(busy));
+  }
+  return us;
+}
+
+}  // namespace ark::compiler
