@@ -6,11 +6,12 @@
 // (rounded to the values' type for the second product) and sums stay in registers. Groups meet once per block, so that
 // one exponentiates while others multiply.
 //
-// A mask is read ahead of its block, by rows, into one bit per position. Blocks that no row of a group attends to are
-// not computed, and positions that no row attends to are not copied.
+// A mask is read ahead, for a window of blocks, into one bit per row and position. Blocks that no row of a group
+// attends to are not computed, and positions that no row attends to are not copied.
 #pragma once
 
 #include "cuda/loop/attention_tiles.cuh"
+#include "cuda/loop/product.cuh"
 #include "cuda/loop/ptx_group.cuh"
 
 namespace ark::loop {
@@ -20,7 +21,7 @@ class FlashAttention {
   static constexpr Attention s = kShape;
   static constexpr bool kScans = !kSame<M, NoMask>;
   static constexpr int kParts = kColumns / 64;  // of a row: lines of 128 bytes, whose chunks are at part_at()
-  static constexpr int kBlock = 64, kTiles = kBlock / 8, kStages = 4, kSlots = kStages + 1;
+  static constexpr int kBlock = 64, kTiles = kBlock / 8, kStages = 4, kWindow = kParts == 1 ? 32 : 16;
   static constexpr int kLine = 128, kTile = kBlock * kLine, kStage = 2 * kParts * kTile;
 
  public:
@@ -35,7 +36,8 @@ class FlashAttention {
                                 : s.mask_head == 0 && kWarpRows % s.heads == 0 ? static_cast<int>(s.heads)
                                                                                : 1;
   static constexpr int kRing = kRows * kParts * kLine, kWords = kRing + kStages * kStage;
-  static constexpr int kSeen = kWords + kSlots * kRows * 8, kEnd = kSeen + kSlots * kWarps * 8;
+  static constexpr int kSeen = kWords + kWindow * kRows * 8, kAny = kSeen + kWindow * kWarps * 8;
+  static constexpr int kEnd = kScans ? kAny + kWindow * 8 : kWords;
   static_assert(kColumns == kParts * 64 && kEnd <= kGroupWorkspaceBytes && kRing % 1024 == 0);
   static constexpr float kLog2E = 1.4426950408889634f, kScale = s.scale * kLog2E;
 
@@ -47,23 +49,15 @@ class FlashAttention {
     const int limit = limit_of(s, end_), blocks = (limit + kBlock - 1) / kBlock;
     copy_queries(now(q));
     if constexpr (kScans) {
-      for (int i = 0; i < least(kStages, blocks); ++i) scan(mask, i, limit);
-      sync();
+      _Pragma("unroll 1") for (int first = 0; first < blocks; first += kWindow) {
+        const int past = least(blocks, first + kWindow);
+        if (first > 0) sync();  // all are done with the window before
+        scan(mask, first, past, limit);
+        attend_blocks(k, v, mask, first, past, limit);
+      }
+    } else {
+      attend_blocks(k, v, mask, 0, blocks, limit);
     }
-    for (int i = 0; i < kStages - 1; ++i) {
-      if (i < blocks) copy(now(k), now(v), i, limit);
-      end_copies();
-    }
-    _Pragma("unroll 1") for (int i = 0; i < blocks; ++i) {
-      wait_copies<kStages - 2>();
-      show_to_group_multiply();
-      sync();  // block i has arrived for all, and all are done with the one before
-      if (i + kStages - 1 < blocks) copy(now(k), now(v), i + kStages - 1, limit);
-      end_copies();
-      if (kScans && i + kStages < blocks) scan(mask, i + kStages, limit);
-      if (sees(i)) attend_block(mask, i);
-    }
-    wait_copies<0>();
   }
 
   template <class Out>
@@ -104,12 +98,42 @@ class FlashAttention {
   ARK_LOOP int row_in_pass(int r) const { return group_row() + self / 32 % 4 * 16 + lane() / 4 + r * 8; }
   ARK_LOOP int row(int r) const { return first_ + row_in_pass(r); }
 
-  // A bit per position of a block: whether a row attends to it; whether any row that a warp scans does.
+  // A bit per position of a block: whether a row attends to it; whether any row that a warp scans does; whether any
+  // does.
   static ARK_LOOP uint64* words(int block) {
-    return reinterpret_cast<uint64*>(workspace() + kWords) + block % kSlots * kRows;
+    return reinterpret_cast<uint64*>(workspace() + kWords) + block % kWindow * kRows;
   }
   static ARK_LOOP uint64* seen(int block) {
-    return reinterpret_cast<uint64*>(workspace() + kSeen) + block % kSlots * kWarps;
+    return reinterpret_cast<uint64*>(workspace() + kSeen) + block % kWindow * kWarps;
+  }
+  static ARK_LOOP uint64& any(int block) { return reinterpret_cast<uint64*>(workspace() + kAny)[block % kWindow]; }
+  // The next block of which anything is attended to.
+  static ARK_LOOP int following(int block, int past) {
+    ++block;
+    if constexpr (kScans)
+      while (block < past && any(block) == 0) ++block;
+    return block;
+  }
+
+  template <class KAt, class VAt>
+  ARK_LOOP void attend_blocks(KAt k, VAt v, const M* mask, int first, int past, int limit) {
+    int block = following(first - 1, past), ahead = block, filled = 0, slot = 0;
+    ARK_ROLLED for (; filled < kStages - 1; ++filled) {
+      if (ahead < past) copy(now(k), now(v), ahead, filled, limit), ahead = following(ahead, past);
+      end_copies();
+    }
+    _Pragma("unroll 1") while (block < past) {
+      wait_copies<kStages - 2>();
+      show_to_group_multiply();
+      sync();  // the block has arrived for all, and all are done with the one before
+      if (ahead < past) copy(now(k), now(v), ahead, filled, limit), ahead = following(ahead, past);
+      end_copies();
+      if (sees(block)) attend_block(mask, block, slot);
+      block = following(block, past);
+      filled = (filled + 1) % kStages;
+      slot = (slot + 1) % kStages;
+    }
+    wait_copies<0>();
   }
 
   // Eight threads copy a line.
@@ -125,10 +149,10 @@ class FlashAttention {
           copy_line(part * kRows * kLine, mine, q + from.g * s.q_head + from.t * s.q_row + part * 64, there);
     }
   }
-  ARK_LOOP void copy(const T* k, const T* v, int block, int limit) const {
-    const int line = self / 8, position = block * kBlock + line, at = kRing + block % kStages * kStage;
+  ARK_LOOP void copy(const T* k, const T* v, int block, int slot, int limit) const {
+    const int line = self / 8, position = block * kBlock + line, at = kRing + slot * kStage;
     bool there = position < limit;
-    if constexpr (kScans) there = (any_of(block) >> line & 1) != 0;
+    if constexpr (kScans) there = (any(block) >> line & 1) != 0;
     const int64_t from = there ? position : 0;
     ARK_UNROLL for (int part = 0; part < kParts; ++part) {
       copy_line(at + part * kTile, line, k + from * s.k_row + part * 64, there);
@@ -136,28 +160,56 @@ class FlashAttention {
     }
   }
 
-  ARK_LOOP uint64 any_of(int block) const {
-    const uint64 mine = lane() < kWarps ? seen(block)[lane()] : 0;
-    const uint32 low = __reduce_or_sync(~0u, static_cast<uint32>(mine)),
-                 high = __reduce_or_sync(~0u, static_cast<uint32>(mine >> 32));
-    return static_cast<uint64>(high) << 32 | low;
-  }
-  ARK_LOOP void scan(const M* mask, int block, int limit) const {
-    const int mine = self / 32 * kWarpRows;
-    uint64 any = 0;
-    _Pragma("unroll 2") for (int r = 0; r < kWarpRows; r += kAlike) {
-      const int row = first_ + mine + r;
-      uint64 word = 0;
-      ARK_UNROLL for (int part = 0; part < 2; ++part) {
-        const int position = block * kBlock + part * 32 + lane();
-        const bool sees = row < end_ && position < limit &&
-                          bias_of(s, mask, AttentionRow(s, row < end_ ? row : first_), position) != -kInfinity;
-        word |= static_cast<uint64>(ballot(sees)) << part * 32;
+  // Fills words(), seen() and any() for blocks [first, past). Eight lanes read a row's positions of a block, several
+  // blocks at a time, so that enough loads are in flight.
+  ARK_LOOP void scan(const M* mask, int first, int past, int limit) const {
+    constexpr int kAtOnce = 4;
+    const int mine = self / 32 * kWarpRows, part = lane() % 8;
+    ARK_ROLLED for (int block = first; block < past; block += kAtOnce) {
+      uint32 all[kAtOnce] = {};
+      ARK_ROLLED for (int r = lane() / 8 * kAlike; r < kWarpRows; r += 4 * kAlike) {
+        uint32 bits[kAtOnce];
+        ARK_UNROLL for (int i = 0; i < kAtOnce; ++i) bits[i] =
+            eight(mask, first_ + mine + r, (block + i) * kBlock + part * 8, limit);
+        ARK_UNROLL for (int i = 0; i < kAtOnce; ++i) {
+          all[i] |= bits[i];
+          if (block + i < past)
+            ARK_UNROLL for (int a = 0; a < kAlike; ++a) reinterpret_cast<uint8*>(words(block + i) + mine + r +
+                                                                                 a)[part] = static_cast<uint8>(bits[i]);
+        }
       }
-      any |= word;
-      if (lane() < kAlike) words(block)[mine + r + lane()] = word;
+      sync_warp();
+      ARK_UNROLL for (int i = 0; i < kAtOnce; ++i) {
+        all[i] |= shuffle_xor(all[i], 8);
+        all[i] |= shuffle_xor(all[i], 16);
+        if (lane() < 8 && block + i < past)
+          reinterpret_cast<uint8*>(seen(block + i) + self / 32)[part] = static_cast<uint8>(all[i]);
+      }
     }
-    if (lane() == 0) seen(block)[self / 32] = any;
+    sync();
+    ARK_ROLLED for (int block = first + self / 32; block < past; block += kWarps) {
+      const uint64 one = lane() < kWarps ? seen(block)[lane()] : 0;
+      const uint32 low = __reduce_or_sync(~0u, static_cast<uint32>(one)),
+                   high = __reduce_or_sync(~0u, static_cast<uint32>(one >> 32));
+      if (lane() == 0) any(block) = static_cast<uint64>(high) << 32 | low;
+    }
+    sync();
+  }
+  // A bit for each of eight positions that the row attends to.
+  ARK_LOOP uint32 eight(const M* mask, int row, int position, int limit) const {
+    if (row >= end_ || position >= limit) return 0;
+    const AttentionRow from(s, row);
+    if constexpr (kSame<M, bool> && s.mask_column == 1 && !s.causal) {
+      const M* const at = mask + from.g * s.mask_head + from.t * s.mask_row + position;
+      if (position + 8 <= limit && is_aligned(at, 8)) {
+        const auto bytes = *reinterpret_cast<const uint64*>(at);  // each 0 or 1
+        return static_cast<uint32>(bytes * 0x0102040810204080ull >> 56);
+      }
+    }
+    uint32 bits = 0;
+    ARK_UNROLL for (int i = 0; i < 8; ++i) if (position + i < limit &&
+                                               bias_of(s, mask, from, position + i) != -kInfinity) bits |= 1u << i;
+    return bits;
   }
   // Whether any row of this group attends to the block.
   ARK_LOOP bool sees(int block) const {
@@ -172,9 +224,9 @@ class FlashAttention {
     }
   }
 
-  ARK_LOOP void attend_block(const M* mask, int block) {
+  ARK_LOOP void attend_block(const M* mask, int block, int slot) {
     float scores[kTiles][4] = {};
-    multiply_keys(scores, block);
+    multiply_keys(scores, slot);
     mask_scores(scores, mask, block);
     uint32 weights[kTiles][2];
     ARK_UNROLL for (int r = 0; r < 2; ++r) {
@@ -198,13 +250,13 @@ class FlashAttention {
         weights[n][r] = pack_two(x, y, T{});
       }
     }
-    multiply_values(weights, block);
+    multiply_values(weights, slot);
   }
 
-  ARK_LOOP void multiply_keys(float (&scores)[kTiles][4], int block) const {
+  ARK_LOOP void multiply_keys(float (&scores)[kTiles][4], int slot) const {
     const uint32 shared = shared_address(workspace());
     const uint32 queries = shared_matrix(shared + group_row() * kLine, 64 * kLine);
-    const uint32 keys = shared_matrix(shared + kRing + block % kStages * kStage, 64 * kLine);
+    const uint32 keys = shared_matrix(shared + kRing + slot * kStage, 64 * kLine);
     begin_group_multiply();
     ARK_UNROLL for (int part = 0; part < kParts; ++part) ARK_UNROLL for (int step = 0; step < 4; ++step)
         group_multiply_add<T, false, false>(scores, moved_matrix(queries, part * kRows * kLine + step * 32),
@@ -213,9 +265,9 @@ class FlashAttention {
     wait_group_multiply(scores);
   }
 
-  ARK_LOOP void multiply_values(const uint32 (&weights)[kTiles][2], int block) {
-    const uint32 values = shared_matrix(
-        shared_address(workspace()) + kRing + block % kStages * kStage + (kParts + half()) * kTile, 64 * kLine);
+  ARK_LOOP void multiply_values(const uint32 (&weights)[kTiles][2], int slot) {
+    const uint32 values =
+        shared_matrix(shared_address(workspace()) + kRing + slot * kStage + (kParts + half()) * kTile, 64 * kLine);
     begin_group_multiply();
     ARK_UNROLL for (int n = 0; n < kTiles; n += 2) {
       const uint32 rows[4] = {weights[n][0], weights[n][1], weights[n + 1][0], weights[n + 1][1]};
