@@ -33,6 +33,8 @@ def captures_step(group: Any, device: torch.device) -> Iterator[None]:
 def _within(group: Any, device: torch.device) -> list[Any]:
     """The backends of ark's groups that have no ranks but the group's."""
     members = set(dist.get_process_group_ranks(group))
-    known = [one for one in dist.distributed_c10d._world.pg_map if members.issuperset(dist.get_process_group_ranks(one))]
+    known = [
+        one for one in dist.distributed_c10d._world.pg_map if members.issuperset(dist.get_process_group_ranks(one))
+    ]
     backends = [ark_backend(one, device.type) for one in known]
     return [backend for backend in backends if backend is not None]

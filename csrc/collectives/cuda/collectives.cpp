@@ -117,7 +117,8 @@ struct CudaCommunicator::Launch {
   template <class Params>
   void by_bulk_lanes(const jit::Kernel& kernel, int threads, uint32_t shared_bytes, const Params& params) const {
     const CurrentContext context(group.device_);
-    jit::launch(kernel, {params.rings.bulk.lanes}, {static_cast<unsigned>(threads)}, shared_bytes, stream_of(operation), params);
+    jit::launch(kernel, {params.rings.bulk.lanes}, {static_cast<unsigned>(threads)}, shared_bytes, stream_of(operation),
+                params);
   }
 
   // Both ends of every message must choose this; everything except the rings is set.
@@ -309,7 +310,8 @@ void CudaCommunicator::all_reduce(const Operation& operation, const void* in, vo
   const bool factors = operation.descriptor.op == ReduceOp::premul_sum;  // only two_shot supports factors
   if (size_ > 1 && bytes <= std::min(dispatch_.one_shot_to, layout_.most_one_shot) && !factors)
     return Launch{*this, operation}.one_shot(in, out, bytes);
-  const bool by_engines = bytes >= dispatch_.copy_engine_from && !in_step(operation, bytes, dispatch_.step_all_reduce_from);
+  const bool by_engines =
+      bytes >= dispatch_.copy_engine_from && !in_step(operation, bytes, dispatch_.step_all_reduce_from);
   if (size_ > 1 && by_engines && !factors && engine_all_reduce(operation, in, out, bytes)) return;
   const Launch launch{*this, operation};
   launch.two_shot(launch.parts_of(in, out, bytes, kAllRanks));

@@ -33,14 +33,14 @@ struct CudaDispatch {
   static constexpr uint64_t kNever = ~uint64_t{0};
   static constexpr uint64_t kMostBlocks = 128;  // of a launch
 
-  uint64_t one_shot_to = 64 << 10;     // all_reduce up to here: every input to every rank; above: rings
-  uint64_t chunks_from = 8 << 20;      // of one part or message: rings of chunks from here, of lines below
-  uint64_t landings_from = 8 << 20;    // of one part or message: into registered memory from here
-  uint64_t relay_from = 1 << 20;       // broadcast to several peers: they pass on parts from here
-  uint64_t bulk_from = kNever;         // sums of this many bytes per rank: bulk rings, few blocks
-  uint64_t bulk_move_from = kNever;    // messages of all_gather, gather, scatter and broadcast: the same
-  uint64_t bulk_send_from = kNever;    // messages of send and recv: the same
-  uint64_t ring_blocks = 16;           // blocks of the bulk rings
+  uint64_t one_shot_to = 64 << 10;   // all_reduce up to here: every input to every rank; above: rings
+  uint64_t chunks_from = 8 << 20;    // of one part or message: rings of chunks from here, of lines below
+  uint64_t landings_from = 8 << 20;  // of one part or message: into registered memory from here
+  uint64_t relay_from = 1 << 20;     // broadcast to several peers: they pass on parts from here
+  uint64_t bulk_from = kNever;       // sums of this many bytes per rank: bulk rings, few blocks
+  uint64_t bulk_move_from = kNever;  // messages of all_gather, gather, scatter and broadcast: the same
+  uint64_t bulk_send_from = kNever;  // messages of send and recv: the same
+  uint64_t ring_blocks = 16;         // blocks of the bulk rings
 
   // In a training step that all ranks capture together (Operation::captured_step), bulk rings of their own carry these
   // sizes, before copy engines and whatever is above. A launch there waits for its peer beside computation, so few
