@@ -66,6 +66,29 @@ TEST(Lanes, BlocksShareAMessage) {
   EXPECT_EQ(ArenaLayout(2).collectives.bulk.lanes, 0u);
 }
 
+// Both movers of a block can load and store at once, and a sender publishes before a ring is full.
+TEST(Lanes, MoversShareStages) {
+  for (uint32_t stages = 8; stages <= device::kBulkStages; ++stages) {
+    const uint32_t taken = device::bulk_taken(stages), sent = stages - taken;
+    EXPECT_GT(sent, taken) << "stores to peers take longer";
+    for (const auto& [count, to_peers] : {std::pair(sent, true), {taken, false}, {stages, true}}) {
+      const uint32_t ahead = device::bulk_ahead(count, to_peers);
+      EXPECT_GE(ahead, 2u);
+      EXPECT_LT(ahead, count);
+      EXPECT_TRUE(!to_peers || count - ahead >= ahead) << count;
+    }
+  }
+  EXPECT_EQ(device::bulk_lag(1024, 1), device::kBulkMostLag);
+  for (const uint32_t chunks : {2u, 4u, 8u, 16u, 32u}) {
+    for (const uint32_t each : {1u, 3u, 7u}) {
+      const uint32_t lag = device::bulk_lag(chunks, each);
+      EXPECT_GE(lag, 1u);
+      EXPECT_LE(lag, device::kBulkMostLag);
+      EXPECT_LE(lag, chunks / 2 * each) << "a launch of more steps would drain its stores each time the ring is full";
+    }
+  }
+}
+
 // Captured steps have rings of their own behind the others, which stay where they are.
 TEST(Lanes, OfCapturedStepsAreApart) {
   for (const int ranks : {2, 3, 4, 8}) {
