@@ -2,6 +2,8 @@
 
     python benchmarks/cuda_collectives.py --ranks 2 4 --output benchmarks/results/cuda_collectives.json
     python benchmarks/cuda_collectives.py --ranks 4 --nodes 2    ark's group as if two machines had two GPUs each
+    python benchmarks/cuda_collectives.py --ark few:bulk_move_from=1,ring_blocks=16 ...
+                                           with another group of ark's, whose moves go by 16 blocks
     python benchmarks/cuda_collectives.py --contenders ark ark_alone nccl --within 1.05 --ranks 2 ...
                                            fails if ark's default is slower than the best of the others
 
@@ -32,6 +34,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from cuda_contenders import Row, make_groups
+from on_gpus import variant
 
 KB, MB = 1 << 10, 1 << 20
 SIZES = [1 * KB, 8 * KB, 32 * KB, 128 * KB, 256 * KB, 1 * MB, 4 * MB, 16 * MB, 64 * MB, 256 * MB, 1024 * MB]
@@ -111,7 +114,7 @@ def run(rank: int, ranks: int, arguments: argparse.Namespace, port: int) -> None
     if arguments.nodes > 1:
         os.environ["ARK_NODE"] = str(rank * arguments.nodes // ranks)
     alone = "ark_alone" in arguments.contenders
-    groups = make_groups(device, timedelta(seconds=20), arguments.reduction, alone)
+    groups = make_groups(device, timedelta(seconds=20), arguments.reduction, alone, arguments.ark)
     torch.cuda.set_stream(torch.cuda.Stream())  # NCCL does not use copy engines on the default stream
     rows = []
     for operation in arguments.operations:
@@ -196,6 +199,10 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--operations", nargs="+", default=OPERATIONS, choices=OPERATIONS)
     parser.add_argument("--contenders", nargs="+", default=[], help="of cuda_contenders.py, and nccl; default: all")
+    parser.add_argument(
+        "--ark", type=variant, action="append", default=[], metavar="NAME:FIELD=VALUE[,...]",
+        help="one more ark group, by a rule of a CUDA dispatch table: contenders ark_NAME and ark_NAME_registered",
+    )  # fmt: skip
     parser.add_argument("--reduction", choices=["exact", "fast"], default="exact", help="of ark's sums")
     parser.add_argument(
         "--within", type=float, help="fail if ark takes longer than this many times the best of the others, or is wrong"
@@ -203,7 +210,9 @@ def main() -> None:
     parser.add_argument("--output", default="benchmarks/results/cuda_collectives.json")
     arguments = parser.parse_args()
     if arguments.contenders:
-        arguments.contenders = sorted({"ark", "nccl", *arguments.contenders})
+        arguments.contenders = sorted(
+            {"ark", "nccl", *arguments.contenders, *(f"ark_{name}" for name, _ in arguments.ark)}
+        )
     rows = []
     for ranks in arguments.ranks:
         if ranks > torch.cuda.device_count():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -21,17 +21,26 @@ MB = 1 << 20
 POLICIES = {"nccl_efficiency": 1, "nccl_zero": 2}  # NCCL_CTA_POLICY_*
 
 
-def make_groups(device: torch.device, timeout: Any, reduction: str = "exact", alone: bool = False) -> dict[str, Any]:
-    """Creates the groups. NCCL's is the default one. alone: ark_alone's, too."""
+def make_groups(
+    device: torch.device,
+    timeout: Any,
+    reduction: str = "exact",
+    alone: bool = False,
+    variants: Collection[tuple[str, Mapping[str, str]]] = (),
+) -> dict[str, Any]:
+    """Creates the groups. NCCL's is the default one. alone: ark_alone's, too; variants: names, and fields of a rule."""
+    import ark_torch
+
     os.environ["ARK_REDUCTION"] = reduction
     groups = {"nccl": dist.group.WORLD, "ark": dist.new_group(backend="ark", timeout=timeout)}
+    rules = {f"ark_{name}": {field: int(value) for field, value in fields.items()} for name, fields in variants}
     if alone:
-        import ark_torch
-
+        rules["ark_alone"] = {}  # a table replaces NCCL's share
+    for name, numbers in rules.items():
         options = ark_torch.Options()
         options.reduction = reduction
-        options.cuda_dispatch = [(dist.get_world_size(), {})]  # a table replaces NCCL's share
-        groups["ark_alone"] = dist.new_group(backend="ark", timeout=timeout, pg_options=options)
+        options.cuda_dispatch = [(dist.get_world_size(), numbers)]
+        groups[name] = dist.new_group(backend="ark", timeout=timeout, pg_options=options)
     for name, policy in POLICIES.items():
         options = dist.ProcessGroupNCCL.Options()
         try:
@@ -69,8 +78,9 @@ class Row:
         self.results: dict[str, torch.Tensor] = {}
         self.undo: list[Call] = []
         self.calls: dict[str, Call] = {}
-        makers = {name: self.plain for name in ("ark", "ark_alone", "nccl") if name in groups}
-        makers |= {"ark_registered": self.ark_registered}
+        own = [name for name in groups if name.startswith("ark")]
+        makers = dict.fromkeys([*own, "nccl"], self.plain)
+        makers |= {f"{name}_registered": self.ark_registered for name in own if name != "ark_alone"}
         makers |= {name: self.nccl_registered for name in ("nccl_registered", *POLICIES)}
         makers |= {
             "symm_one_shot": self.symmetric,
@@ -139,7 +149,7 @@ class Row:
 
         if self.operation == "send_recv":  # messages do not use registered memory
             return None
-        group = self.groups["ark"]
+        group = self.groups[name.removesuffix("_registered")]
         with torch.cuda.use_mem_pool(memory.pool()):
             sides = self.sides(name)
         for side in sides:

@@ -144,6 +144,7 @@ def line(row: Row) -> str:
 def measure(rank: Rank, arguments: argparse.Namespace) -> None:
     rival = "nccl" if rank.device.type == "cuda" else "gloo"
     groups = {rival: rival_group(rank), "ark": ark_group(rank)}
+    groups |= {f"ark_{name}": ark_group(rank, variables) for name, variables in arguments.ark}
     estimate = 15.0
     for name in arguments.schedules:
         if not rank.time_for(estimate):

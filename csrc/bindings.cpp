@@ -441,6 +441,7 @@ PYBIND11_MODULE(_C, m) {
           },
           "The dispatch of CUDA tensors that the ranks agreed on, by field; empty before the first use, and where NCCL "
           "carries them.")
+      .def_property("_captures_step", &ProcessGroupArk::captures_step, &ProcessGroupArk::set_captures_step)
       .def_property_readonly("cuda_carrier", &ProcessGroupArk::cuda_carrier,
                              "What moves CUDA tensors: 'ark', or 'nccl' where ark cannot; '' before the first.")
       .def_property_readonly(

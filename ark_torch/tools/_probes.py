@@ -274,7 +274,9 @@ def thresholds(models: Sequence[str], nccl: bool = False) -> Iterator[Row]:
     if not others:
         yield Row("dispatch", INFO, found)
         if nccl and len(set(models)) == 1 and settings.disable_p2p != "1":
-            yield from nccl_share(models[0], len(models), settings.reduction == "fast")
+            numbers = built_in(models[0], len(models))
+            yield from nccl_share(numbers, len(models), settings.reduction == "fast")
+            yield from captured_steps(numbers, len(models))
         return
     advice = "`ark tune --cuda` on the idle machine writes a whole one; ARK_DISPATCH names it"
     if files := _dispatch_files.kept(others):
@@ -284,13 +286,29 @@ def thresholds(models: Sequence[str], nccl: bool = False) -> Iterator[Row]:
     yield Row("dispatch", INFO, f"{found}; none was made for {', '.join(others)}: {then}", advice)
 
 
-def nccl_share(model: str, gpus: int, fast: bool) -> Iterator[Row]:
-    """What PyTorch's NCCL carries by default in a group of all GPUs."""
+def built_in(model: str, gpus: int) -> dict[str, int]:
+    """The built-in dispatch of a group of all GPUs; {} if the extension does not load, as its own row says."""
     script = "import json; from ark_torch import _C; print(json.dumps(_C._default_cuda_dispatch({}, {!r})))"
     good, text = child("-c", script.format(gpus, model))
-    if not good:
-        return  # the extension's own row says why
-    numbers = json.loads(text.splitlines()[-1])
+    numbers: dict[str, int] = json.loads(text.splitlines()[-1]) if good else {}
+    return numbers
+
+
+def captured_steps(numbers: dict[str, int], gpus: int) -> Iterator[Row]:
+    """What few blocks carry in captured training steps alone."""
+    sizes = {
+        name.removeprefix("step_").removesuffix("_from"): least
+        for name, least in numbers.items()
+        if name.startswith("step_") and name.endswith("_from") and least != _NEVER
+    }
+    if gpus > 1 and sizes and numbers["step_blocks"]:
+        carried = ", ".join(f"{name} from {least / MIB:g} MB on" for name, least in sizes.items())
+        found = f"captured training steps on {gpus} GPUs: {numbers['step_blocks']} blocks carry {carried}"
+        yield Row("dispatch", INFO, found)
+
+
+def nccl_share(numbers: dict[str, int], gpus: int, fast: bool) -> Iterator[Row]:
+    """What PyTorch's NCCL carries by default in a group of all GPUs."""
     shares: list[str] = []
     sums: list[str] = []
     for name, least in numbers.items():

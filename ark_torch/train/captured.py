@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ark_torch.train import ddp, fsdp, graphs, held, inputs, models, optimizers, reasons, sizing
+from ark_torch.train import ddp, fsdp, graphs, held, inputs, models, optimizers, reasons, scope, sizing
 from ark_torch.train.agreement import CAPTURE, EAGER, FAILED, REPLAY, Agreement
 from ark_torch.train.before import Before
 from ark_torch.train.buckets import Buckets
@@ -339,7 +339,9 @@ class CapturedStep:
         alike = step.subject.pipeline is None
         watch = held.Watch(group, self._device, counts=alike) if group is not None else None
         with sums.recording(count) if sums is not None else contextlib.nullcontext():
-            graph = _Graph(recorder.record(body), static, losses)
+            with scope.captures_step(group, self._device):
+                recording = recorder.record(body)
+            graph = _Graph(recording, static, losses)
         if watch is not None:
             graph.held = watch.held()
             graph.digest = held.digest(graph.held)

@@ -46,6 +46,8 @@ struct Operation {
   Descriptor descriptor;
   double factor = 1.0;     // premul_sum: this rank's multiplier
   void* stream = nullptr;  // CUDA tensors: the CUstream to enqueue on
+  // Part of a training step that all ranks of the group capture together, so that the dispatch of such steps applies.
+  bool captured_step = false;
 };
 
 struct Bytes {

@@ -59,6 +59,7 @@ void ProcessGroupArk::describe(const Call& call, Body body, const FlightEntry& e
   operation.type = call.type;
   operation.context.name = call.name;
   operation.factor = call.reduction.factor;
+  operation.captured_step = captures_step_.load(std::memory_order_relaxed);
   operation.descriptor.kind = call.kind;
   operation.descriptor.dtype = static_cast<DType>(entry.dtype);
   operation.descriptor.op = call.reduction.op;

@@ -178,6 +178,11 @@ class ProcessGroupArk : public c10d::Backend {
   uint64_t cuda_registered_bytes() const;
   uint64_t cuda_carried() const;  // collectives that NCCL carried as a dispatch table entry
 
+  // Until it is set to false: operations on CUDA tensors that are captured are part of a training step that all ranks
+  // of the group capture together, with the same operations (ark_torch.train.capture).
+  void set_captures_step(bool value);
+  bool captures_step() const { return captures_step_.load(std::memory_order_relaxed); }
+
   // Registered memory (registration.cpp). Collective. Returns false, and does nothing, if ark does not carry CUDA
   // tensors of this group. A rank without a tensor passes none, and all ranks learn of it.
   bool register_memory(const std::optional<at::Tensor>& tensor);
@@ -325,6 +330,7 @@ class ProcessGroupArk : public c10d::Backend {
   std::optional<Error> registration_failure_;
   bool told_of_registration_ = false;
   std::atomic<bool> told_of_engines_{false};
+  std::atomic<bool> captures_step_{false}, told_of_step_{false};
   std::mutex windowing_;  // one window is opened or closed at a time; what follows
   std::shared_ptr<MemoryMeeting> window_meeting_;
   std::optional<Error> window_failure_;

@@ -6,7 +6,9 @@ The dispatch here uses bulk rings for every size. The measured table does so on 
 from __future__ import annotations
 
 import itertools
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -201,6 +203,76 @@ def _few(rank: Rank, blocks: int) -> None:
 @pytest.mark.parametrize("blocks", [1, 7, 32])
 def test_moves_and_sums_of_few_blocks(blocks: int) -> None:
     run(_few, blocks, own=True)
+
+
+def _steps(rank: Rank, blocks: int) -> None:
+    """What captured steps have of their own: the bits of other calls, between such calls, by kernels of few blocks."""
+    device = device_of(rank)
+    torch.cuda.set_device(device)
+    chosen = complete(ark_torch.Options())
+    step = ("step_all_reduce_from", "step_reduce_scatter_from", "step_move_from", "step_send_from")
+    numbers = dict.fromkeys(step, 1 << 18) | {"step_blocks": blocks, "ring_blocks": 2, "bulk_from": 1 << 30}
+    chosen.cuda_dispatch = [(8, numbers)]
+    rank.init(pg_options=chosen)
+    backend = dist.group.WORLD._get_backend(device)  # type: ignore[union-attr]
+    size, own = rank.world_size, rank.rank
+    for count in (1 << 18, (3 << 20) + 5):
+        values = [make_input(torch.bfloat16, size * count, r, r).to(device) for r in range(size)]
+        found, part = torch.empty_like(values[0]), torch.empty(count, dtype=torch.bfloat16, device=device)
+        after, before = (own + 1) % size, (own - 1) % size
+
+        def exchange() -> None:
+            pairs = [dist.P2POp(dist.isend, values[own], after), dist.P2POp(dist.irecv, found, before)]  # noqa: B023
+            for work in dist.batch_isend_irecv(pairs):
+                work.wait()
+
+        def broadcast() -> None:
+            found.copy_(values[own])  # noqa: B023
+            dist.broadcast(found, size - 1)  # noqa: B023
+
+        def all_reduce() -> None:
+            found.copy_(values[own])  # noqa: B023
+            dist.all_reduce(found)  # noqa: B023
+
+        calls = {
+            "all_reduce": (all_reduce, "bulk_two_shot"),
+            "reduce_scatter": (lambda: dist.reduce_scatter_tensor(part, values[own]), "bulk_two_shot"),  # noqa: B023
+            "all_gather": (lambda: dist.all_gather_into_tensor(found, values[own][:count]), "bulk_move"),  # noqa: B023
+            "broadcast": (broadcast, "bulk_move"),
+            "exchange": (exchange, "bulk_transfer"),
+        }
+        for name, (call, kernel) in calls.items():
+            what = f"{name} of {count}"
+            found.zero_(), part.zero_()
+            call()  # as other calls go
+            wanted = found.clone(), part.clone()
+            torch.cuda.synchronize()
+            graphs = []
+            for captures in (False, True):
+                graph = torch.cuda.CUDAGraph()
+                graph.enable_debug_mode()
+                backend._captures_step = captures
+                with torch.cuda.graph(graph):
+                    call()
+                backend._captures_step = False
+                with tempfile.TemporaryDirectory() as folder:
+                    path = Path(folder) / "graph.dot"
+                    graph.debug_dump(str(path))
+                    assert (kernel in path.read_text()) == captures, (what, captures)
+                graphs.append((captures, graph))
+            for captures, graph in 2 * graphs:
+                found.zero_(), part.zero_()
+                graph.replay()
+                same(found, wanted[0].cpu(), f"{what}, captures {captures}")
+                same(part, wanted[1].cpu(), f"{what}, captures {captures}")
+                found.zero_(), part.zero_()
+                call()
+                same(found, wanted[0].cpu(), f"{what}, eager between")
+
+
+@pytest.mark.parametrize("blocks", [3, 32])
+def test_captured_steps(blocks: int) -> None:
+    run(_steps, blocks, own=True)
 
 
 def _places(rank: Rank) -> None:

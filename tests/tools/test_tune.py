@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ark_torch import _C
 from ark_torch.distributed.group import load_dispatch
 from ark_torch.tools import _probes, _tune_cuda, tune
 
@@ -128,11 +129,23 @@ def test_the_doctor_shows_what_nccl_carries(monkeypatch: pytest.MonkeyPatch) -> 
     four = list(_probes.thresholds(["NVIDIA H200"] * 4, nccl=True))[1]
     assert four.found.endswith("carries on 4 GPUs: all_reduce from 64 MB on, reduce_scatter from 64 MB on"), four
     assert four.advice == ""
-    assert len(list(_probes.thresholds(["NVIDIA H200"] * 2, nccl=True))) == 1, "nothing is NCCL's with two ranks"
+    two = list(_probes.thresholds(["NVIDIA H200"] * 2, nccl=True))
+    assert not any("NCCL" in row.found for row in two), "nothing is NCCL's with two ranks"
     assert len(list(_probes.thresholds(["NVIDIA H200"] * 4))) == 1, "without peers' memory"
-    assert len(list(_probes.thresholds(["NVIDIA H100 80GB HBM3"] * 4, nccl=True))) == 1, "not measured there"
+    others = list(_probes.thresholds(["NVIDIA H100 80GB HBM3"] * 4, nccl=True))
+    assert not any("NCCL" in row.found for row in others), "not measured there"
     monkeypatch.setenv("ARK_DISPATCH", __file__)
     assert not list(_probes.thresholds(["NVIDIA H200"] * 2, nccl=True))
+
+
+@pytest.mark.quick
+def test_the_doctor_shows_what_captured_steps_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ARK_DISPATCH", raising=False)
+    two, four = (list(_probes.thresholds(["NVIDIA H200"] * gpus, nccl=True))[-1].found for gpus in (2, 4))
+    assert two.endswith("on 2 GPUs: 32 blocks carry move from 1 MB on, reduce_scatter from 1 MB on"), two
+    assert four.endswith("on 4 GPUs: 16 blocks carry all_reduce from 1 MB on"), four
+    assert not list(_probes.captured_steps(_C._default_cuda_dispatch(2) | {"step_blocks": 0}, 2))
+    assert not list(_probes.captured_steps(_C._default_cuda_dispatch(8), 8)), "not measured there"
 
 
 @pytest.mark.quick

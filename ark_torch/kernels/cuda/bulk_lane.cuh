@@ -30,10 +30,34 @@ namespace ark::device {
 // peer, the one with the lowest step proceeds: a sender waits until steps `depth` before its own are taken, a receiver
 // for data.
 
+// Bandwidth. A block moves what its stages hold in each latency, however that is cut into chunks. A store to a peer
+// keeps its stage about twice as long as a load does, so a sender has two stages for stores to one for loads
+// (bulk_ahead()); of a taker, both ends are local. A sender also has the stages of a taker that has nothing to take.
+//
+// A sender publishes a step once a few later ones are stored, latency times bandwidth again, but at most half of the
+// ring (bulk_lag()): a receiver gives credits only for what it has been told of, and a sender whose ring is full waits
+// until all its stores are written.
+
 inline constexpr uint32 kBulkChunk = 8192;
 inline constexpr int kBulkStages = 27;
 inline constexpr uint32 kBulkSharedBytes = (kBulkStages + 1) * kBulkChunk;  // the last one for barriers and words
 inline constexpr uint32 kMostRingBlocks = 64;
+
+// Of so many stages, those that are loaded ahead of the oldest that is stored.
+ARK_HOST_DEVICE constexpr uint32 bulk_ahead(uint32 stages, bool to_peers) {
+  return to_peers ? (stages < 6 ? 2 : (stages + 1) / 3) : (stages + 1) / 2;
+}
+// Of so many stages, those of the taker; the others are the sender's.
+ARK_HOST_DEVICE constexpr uint32 bulk_taken(uint32 stages) {
+  return stages * 2 / 5;
+}
+// Stores that may be in flight when the one before them is published: 12, 8, 4, 2 or 1. `chunks`: that a ring holds;
+// `each`: stores that a chunk takes.
+inline constexpr uint32 kBulkMostLag = 12;
+ARK_HOST_DEVICE constexpr uint32 bulk_lag(uint32 chunks, uint32 each) {
+  const uint64 most = uint64{chunks / 2} * each;
+  return most >= kBulkMostLag ? kBulkMostLag : most >= 8 ? 8 : most >= 4 ? 4 : most >= 2 ? 2 : 1;
+}
 
 // This block's part of a message. kSlots: slots that a chunk takes, one after another.
 template <uint32 kSlots = 1>
@@ -159,6 +183,14 @@ class BulkWarp {
     published_ = max(published_, steps);
     __syncwarp();
   }
+  // The same for a bulk_lag().
+  __device__ __forceinline__ void publish(uint32 pending, BulkWords& words, uint32 steps) {
+    if (pending == kBulkMostLag) return publish<kBulkMostLag>(words, steps);
+    if (pending == 8) return publish<8>(words, steps);
+    if (pending == 4) return publish<4>(words, steps);
+    if (pending == 2) return publish<2>(words, steps);
+    publish<1>(words, steps);
+  }
   // Waits for the slots of step `step` of this launch: from slot `number` of the ring to this peer on, over all
   // launches.
   template <uint32 kSlots = 1>
@@ -253,13 +285,26 @@ __device__ __forceinline__ void bulk_tell(const BulkRing& ring, BulkWords& words
   }
 }
 
-// Moves chunks 0 to count - 1 in order. load(i, stage, barrier) starts a load; store(i, stage) returns false to stop.
-// If ready(i) is false it is asked again, while all loaded chunks are stored; waiting(i) returns true to give up. Every
-// store must end in one commit. Returns false if it stopped early. Nothing is in flight when it returns.
-template <uint32 kStages, uint32 kChunk, class Ready, class Waiting, class Load, class Store>
+// Some of the stages, as the array of their own that a mover takes.
+template <uint32 kCount, uint32 kStages, uint32 kChunk>
+__device__ __forceinline__ char (&first_stages(char (&stages)[kStages][kChunk]))[kCount][kChunk] {
+  static_assert(kCount <= kStages);
+  return reinterpret_cast<char(&)[kCount][kChunk]>(stages);
+}
+template <uint32 kCount, uint32 kStages, uint32 kChunk>
+__device__ __forceinline__ char (&last_stages(char (&stages)[kStages][kChunk]))[kCount][kChunk] {
+  static_assert(kCount <= kStages);
+  return reinterpret_cast<char(&)[kCount][kChunk]>(stages[kStages - kCount]);
+}
+
+// Moves chunks 0 to count - 1 in order, at most kAhead loaded and not yet stored. load(i, stage, barrier) starts a
+// load; store(i, stage) returns false to stop. If ready(i) is false it is asked again, while all loaded chunks are
+// stored; waiting(i) returns true to give up. Every store must end in one commit. Returns false if it stopped early.
+// Nothing is in flight when it returns.
+template <uint32 kAhead, uint32 kStages, uint32 kChunk, class Ready, class Waiting, class Load, class Store>
 __device__ __forceinline__ bool bulk_pump(BulkWarp& warp, char (&stages)[kStages][kChunk], uint64* full, uint32 count,
                                           Ready ready, Waiting waiting, Load load, Store store) {
-  constexpr uint32 kAhead = kStages / 2;
+  static_assert(kAhead > 0 && kAhead < kStages);
   uint32 loaded = 0, stored = 0;
   bool goes_on = true;
 #pragma unroll 1

@@ -30,15 +30,17 @@ ARK_HOST_DEVICE constexpr uint32 bulk_move_bytes(bool transfer) {
 
 template <bool kTransfer>
 struct alignas(128) BulkMoveShared {
-  static constexpr uint32 kWays = kTransfer ? 1 : 2;  // stages of the sender, and of the taker
-  static constexpr uint32 kStages = (kTransfer ? 12 : kBulkStages) / kMoveSlots / kWays;
-  char stages[kWays][kStages][kMoveSlots * kBulkChunk];
-  uint64 full[kWays][kStages];
+  // A transfer only sends, or only takes.
+  static constexpr uint32 kStages = (kTransfer ? 12 : kBulkStages) / kMoveSlots;
+  static constexpr uint32 kTaken = kTransfer ? kStages : bulk_taken(kStages);
+  static constexpr uint32 kSent = kTransfer ? kStages : kStages - kTaken;
+  char stages[kStages][kMoveSlots * kBulkChunk];
+  uint64 full[kStages];
   BulkWords words;
 
   // Called by one thread; a barrier of the block must follow.
   __device__ __forceinline__ void prepare() {
-    for (uint32 i = 0; i < kWays * kStages; i++) barrier_init(&full[i / kStages][i % kStages], 1);
+    for (uint32 i = 0; i < kStages; i++) barrier_init(&full[i], 1);
     words = BulkWords{};
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     fence_async_shared();
@@ -50,8 +52,6 @@ class BulkMove {
   using Shared = BulkMoveShared<kTransfer>;
   using Share = BulkShare<kMoveSlots>;
   static_assert(sizeof(Shared) <= bulk_move_bytes(kTransfer));
-  // Stores that may be in flight before the sender publishes the oldest: latency times bandwidth.
-  static constexpr uint32 kLag = 6;
 
  public:
   // Reads the counters before anyone advances them.
@@ -79,37 +79,21 @@ class BulkMove {
       return;
     const uint32 apart = __ballot_sync(~0u, lands != nullptr);
     if (warp_.leads()) shared_.words.apart = apart;
+    const bool by_ring = __any_sync(~0u, peer_ && lands == nullptr && sent(thread_).bytes != 0);
     if (thread_ == rank_) lands = static_cast<char*>(p_.receive[rank_]);
     const uint32 steps = most_steps(blockIdx.x), first = first_receiver();
     // With one source, a chunk is loaded once for all receivers.
     const uint32 receivers = ranks_ - (sent(rank_).bytes == 0 ? 1 : 0), each = has_one_source(first) ? 1 : receivers;
+    const uint32 lag = by_ring ? bulk_lag(p_.rings.bulk.depth / kMoveSlots, each) : kBulkMostLag;
     BulkPace pace(ring_, shared_.words, pace_, most_steps(0));
     fence_async_global();
-    const auto step_of = [&](uint32 i) { return each == 1 ? i : i / each; };
-    const bool done = bulk_pump(
-        warp_, shared_.stages[0], shared_.full[0], steps * each,
-        [&](uint32 i) { return kTransfer || pace.may_begin(step_of(i)); },
-        [&](uint32 i) {
-          warp_.publish<0>(shared_.words, step_of(i));
-          return warp_.over();
-        },
-        [&](uint32 i, char* stage, uint64* full) {
-          const int to = receiver_of(each == 1 ? first : i % each);
-          warp_.load(stage, full, static_cast<const char*>(p_.send[to]) + sent(to).at(step_of(i)),
-                     sent(to).size(step_of(i)));
-        },
-        [&](uint32 i, const char* stage) {
-          const uint32 step = step_of(i), from = each == 1 ? first : i % each;
-          const uint32 end = each == 1 && !kTransfer ? receivers : from + 1;
-#pragma unroll 1
-          for (uint32 d = from; d < end; d++) {
-            if (!store(receiver_of(d), reinterpret_cast<uint64>(lands), step, stage)) return false;
-          }
-          if (warp_.leads()) bulk_commit();
-          if (i + 1 >= kLag) warp_.publish<kLag>(shared_.words, step_of(i + 1 - kLag));
-          return true;
-        });
-    if (!done) return;
+    // The taker's warp decides in the same way that it needs no stages.
+    const auto bytes_from = [&](int from) { return p_.receive_bytes[from]; };
+    const bool alone = takes_nothing(p_.rings, rank_, ranks_, bytes_from);
+    const Sends sends{steps, each, first, receivers, lag, reinterpret_cast<uint64>(lands)};
+    if (!(alone ? send_all(shared_.stages, sends, pace)
+                : send_all(first_stages<Shared::kSent>(shared_.stages), sends, pace)))
+      return;
     warp_.publish<0>(shared_.words, steps);
     if (!kTransfer) pace.close();
     // A transfer from the peer may run at once and advance the other count, so only what has changed is stored.
@@ -133,9 +117,10 @@ class BulkMove {
     for (int r = 0; r < ranks_; r++) {
       if (r != rank_) steps = max(steps, taken(r).steps());
     }
-    constexpr uint32 kOwn = Shared::kWays - 1;
-    if (!bulk_take<kMoveSlots>(warp_, ring_, shared_.stages[kOwn], shared_.full[kOwn], rank_, ranks_, received_, steps,
-                               taken, [&](int from) { return static_cast<char*>(p_.receive[from]); }))
+    constexpr uint32 kOwn = Shared::kStages - Shared::kTaken;
+    if (!bulk_take<kMoveSlots>(warp_, ring_, last_stages<Shared::kTaken>(shared_.stages), &shared_.full[kOwn], rank_,
+                               ranks_, received_, steps, taken,
+                               [&](int from) { return static_cast<char*>(p_.receive[from]); }))
       return;
     const uint32 own = peer_ ? taken(thread_).steps() : 0;
     if (own != 0) ring_.state(thread_)->received = received_ + own * kMoveSlots;
@@ -183,6 +168,40 @@ class BulkMove {
       one = one && (bytes == 0 || (bytes == sent(of).bytes && p_.send[r] == p_.send[of]));
     }
     return one;
+  }
+
+  // What a launch sends: in `each` chunks a step, one for each of `receivers`, or one for all from `first` on.
+  struct Sends {
+    uint32 steps, each, first, receivers, lag;
+    uint64 lands;  // what this thread's receiver announced
+  };
+  template <uint32 kStages>
+  __device__ __forceinline__ bool send_all(char (&stages)[kStages][kMoveSlots * kBulkChunk], const Sends& s,
+                                           BulkPace& pace) {
+    const auto step_of = [&](uint32 i) { return s.each == 1 ? i : i / s.each; };
+    return bulk_pump<bulk_ahead(kStages, true)>(
+        warp_, stages, shared_.full, s.steps * s.each,
+        [&](uint32 i) { return kTransfer || pace.may_begin(step_of(i)); },
+        [&](uint32 i) {
+          warp_.publish<0>(shared_.words, step_of(i));
+          return warp_.over();
+        },
+        [&](uint32 i, char* stage, uint64* full) {
+          const int to = receiver_of(s.each == 1 ? s.first : i % s.each);
+          warp_.load(stage, full, static_cast<const char*>(p_.send[to]) + sent(to).at(step_of(i)),
+                     sent(to).size(step_of(i)));
+        },
+        [&](uint32 i, const char* stage) {
+          const uint32 step = step_of(i), from = s.each == 1 ? s.first : i % s.each;
+          const uint32 end = s.each == 1 && !kTransfer ? s.receivers : from + 1;
+#pragma unroll 1
+          for (uint32 d = from; d < end; d++) {
+            if (!store(receiver_of(d), s.lands, step, stage)) return false;
+          }
+          if (warp_.leads()) bulk_commit();
+          if (i + 1 >= s.lag) warp_.publish(s.lag, shared_.words, step_of(i + 1 - s.lag));
+          return true;
+        });
   }
 
   // `lands`: what this thread's receiver announced.

@@ -74,6 +74,19 @@ __device__ __forceinline__ void tell_landed(const Rings& rings, int ranks, uint3
   }
 }
 
+// Whether this rank's peers send it nothing by rings: no bytes, or those that land.
+template <class Bytes>
+__device__ __forceinline__ bool takes_nothing(const Rings& rings, int rank, int ranks, Bytes bytes_from) {
+  bool any = false;
+#pragma unroll 1
+  for (int r = 0; r < ranks; r++) {
+    const uint64 bytes = bytes_from(r);
+    const bool lands = bytes >= rings.landings_from && rings.landing[r] != nullptr;
+    any = any || (r != rank && bytes != 0 && !lands);
+  }
+  return !any;
+}
+
 // Takes the share(r) of every peer r from the ring to out(r), step by step; `steps`: of the longest share. `received`:
 // slots of this thread's peer before this launch.
 template <uint32 kSlots = 1, uint32 kStages, class Share, class Out>
@@ -86,7 +99,7 @@ __device__ __forceinline__ bool bulk_take(BulkWarp& warp, const BulkRing& ring,
   fence_async_global();
   const auto sender_of = [&](uint32 i) { return static_cast<int>((rank + peers - i % peers) % ranks); };
   const auto number_of = [&](uint32 i) { return of_peer(received, sender_of(i)) + i / peers * kSlots; };
-  return bulk_pump(
+  return bulk_pump<bulk_ahead(kStages, false)>(
       warp, stages, full, steps * peers,
       [&](uint32 i) {
         const int from = sender_of(i);

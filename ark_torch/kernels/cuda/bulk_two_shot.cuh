@@ -19,22 +19,24 @@ inline constexpr int kBulkThreads = (6 + kBulkAdders) * 32;
 
 template <int kRanks>
 struct alignas(128) BulkShared {
-  static constexpr uint32 kParts = kRanks <= 2 ? 4 : kRanks <= 4 ? 3 : 2;
-  static constexpr uint32 kSums = kRanks <= 2 ? 4 : 3;
-  static constexpr uint32 kMoved = (kBulkStages - kParts * kRanks - kSums) / 2;
+  // A sum stays in its stage until all peers' stores have read it, as contributions do.
+  static constexpr uint32 kParts = kRanks <= 2 ? 4 : 2;
+  static constexpr uint32 kSums = kRanks <= 2 ? 6 : kRanks <= 4 ? 4 : 3;
+  static constexpr uint32 kMoved = kBulkStages - kParts * kRanks - kSums;
+  static constexpr uint32 kTaken = bulk_taken(kMoved), kSent = kMoved - kTaken;
   char parts[kParts][kRanks][kBulkChunk];
   char sums[kSums][kBulkChunk];
-  char sent[kMoved][kBulkChunk], taken[kMoved][kBulkChunk];
+  char moved[kMoved][kBulkChunk];  // sent, then taken
   uint64 parts_full[kParts], parts_empty[kParts];
   uint64 sums_full[kSums], sums_empty[kSums];
-  uint64 sent_full[kMoved], taken_full[kMoved];
+  uint64 moved_full[kMoved];
   BulkWords contributions, results;
 
   // Called by one thread; a barrier of the block must follow.
   __device__ __forceinline__ void prepare() {
     for (uint32 i = 0; i < kParts; i++) barrier_init(&parts_full[i], 1), barrier_init(&parts_empty[i], kBulkAdders);
     for (uint32 i = 0; i < kSums; i++) barrier_init(&sums_full[i], kBulkAdders), barrier_init(&sums_empty[i], 1);
-    for (uint32 i = 0; i < kMoved; i++) barrier_init(&sent_full[i], 1), barrier_init(&taken_full[i], 1);
+    for (uint32 i = 0; i < kMoved; i++) barrier_init(&moved_full[i], 1);
     contributions = BulkWords{}, results = BulkWords{};
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     fence_async_shared();
@@ -47,7 +49,7 @@ class BulkTwoShot {
   static_assert(sizeof(Shared) <= kBulkSharedBytes);
   static constexpr uint32 kPeers = kRanks - 1;
   // Steps whose stores may be in flight before the mover waits for the oldest: latency times bandwidth.
-  static constexpr uint32 kLag = kRanks <= 2 ? 6 : kRanks <= 4 ? 3 : 2;
+  static constexpr uint32 kLag = kRanks <= 2 ? 8 : kRanks <= 4 ? 3 : 2;
 
  public:
   // Reads the counters before anyone advances them.
@@ -68,31 +70,12 @@ class BulkTwoShot {
     const uint32 steps = most_steps(0);
     BulkPace pace(contributions_, shared_.contributions, pace_, most_steps(0, 0));
     fence_async_global();
-    const bool done = bulk_pump(
-        warp_, shared_.sent, shared_.sent_full, steps * kPeers, [&](uint32 i) { return pace.may_begin(i / kPeers); },
-        [&](uint32 i) {
-          warp_.publish<0>(shared_.contributions, i / kPeers);
-          return warp_.over();
-        },
-        [&](uint32 i, char* stage, uint64* full) {
-          const int to = receiver_of(i);
-          warp_.load(stage, full, static_cast<const char*>(p_.in[to]) + share(to).at(i / kPeers),
-                     share(to).size(i / kPeers));
-        },
-        [&](uint32 i, const char* stage) {
-          const int to = receiver_of(i);
-          const uint32 step = i / kPeers, bytes = share(to).size(step);
-          const uint64 number = of_peer(contribution_.sent, to) + step;
-          if (bytes != 0) {
-            if (!warp_.await_room(shared_.contributions, to, number, step)) return false;
-            if (warp_.leads()) bulk_store(contributions_.slot(to, kRank, number), stage, padded(bytes));
-          }
-          if (warp_.leads()) bulk_commit();
-          if (i % kPeers == kPeers - 1 && step >= kLag)
-            warp_.publish<kLag * kPeers>(shared_.contributions, step + 1 - kLag);
-          return true;
-        });
-    if (!done) return;
+    // The taker's warp decides in the same way that it needs no stages.
+    const auto bytes_from = [&](int from) { return p_.bytes[from]; };
+    const bool alone = !sends_to(kRank) || takes_nothing(p_.results, kRank, kRanks, bytes_from);
+    if (!(alone ? contribute_all(shared_.moved, steps, pace)
+                : contribute_all(first_stages<Shared::kSent>(shared_.moved), steps, pace)))
+      return;
     warp_.publish<0>(shared_.contributions, steps);
     pace.close();
     if (peer_) contributions_.state(thread_)->sent = contribution_.sent + share(thread_).steps();
@@ -208,8 +191,9 @@ class BulkTwoShot {
     const auto taken = [&](int from) {
       return BulkShare<>{(landed >> from & 1) != 0 ? 0 : p_.bytes[from], blockIdx.x, gridDim.x};
     };
-    if (!bulk_take(warp_, results_, shared_.taken, shared_.taken_full, kRank, kRanks, result_.received,
-                   most_steps(landed), taken, [&](int from) { return static_cast<char*>(p_.out[from]); }))
+    if (!bulk_take(warp_, results_, last_stages<Shared::kTaken>(shared_.moved), &shared_.moved_full[Shared::kSent],
+                   kRank, kRanks, result_.received, most_steps(landed), taken,
+                   [&](int from) { return static_cast<char*>(p_.out[from]); }))
       return;
     if (peer_ && (landed >> thread_ & 1) == 0)
       results_.state(thread_)->received = result_.received + share(thread_).steps();
@@ -256,6 +240,42 @@ class BulkTwoShot {
     return true;
   }
 
+  // Called when `step` has been stored, in kEach stores: publishes the step that may be written by now.
+  template <uint32 kEach>
+  __device__ __forceinline__ void publish_before(BulkWords& words, uint32 step) {
+    constexpr uint32 kShort = kLag / 2;
+    if (p_.rings.bulk.depth >= 2 * kLag) {
+      if (step >= kLag) warp_.publish<kLag * kEach>(words, step + 1 - kLag);
+    } else if (step >= kShort) {
+      warp_.publish<kShort * kEach>(words, step + 1 - kShort);
+    }
+  }
+  template <uint32 kStages>
+  __device__ __forceinline__ bool contribute_all(char (&stages)[kStages][kBulkChunk], uint32 steps, BulkPace& pace) {
+    return bulk_pump<bulk_ahead(kStages, true)>(
+        warp_, stages, shared_.moved_full, steps * kPeers, [&](uint32 i) { return pace.may_begin(i / kPeers); },
+        [&](uint32 i) {
+          warp_.publish<0>(shared_.contributions, i / kPeers);
+          return warp_.over();
+        },
+        [&](uint32 i, char* stage, uint64* full) {
+          const int to = receiver_of(i);
+          warp_.load(stage, full, static_cast<const char*>(p_.in[to]) + share(to).at(i / kPeers),
+                     share(to).size(i / kPeers));
+        },
+        [&](uint32 i, const char* stage) {
+          const int to = receiver_of(i);
+          const uint32 step = i / kPeers, bytes = share(to).size(step);
+          const uint64 number = of_peer(contribution_.sent, to) + step;
+          if (bytes != 0) {
+            if (!warp_.await_room(shared_.contributions, to, number, step)) return false;
+            if (warp_.leads()) bulk_store(contributions_.slot(to, kRank, number), stage, padded(bytes));
+          }
+          if (warp_.leads()) bulk_commit();
+          if (i % kPeers == kPeers - 1) publish_before<kPeers>(shared_.contributions, step);
+          return true;
+        });
+  }
   __device__ __forceinline__ bool hand_out_all(uint32 steps, uint64 lands) {
     constexpr uint32 kUnread = Shared::kSums - 2;  // stores that may not have read their stage yet
     const BulkShare<> mine = share(kRank);
@@ -283,7 +303,7 @@ class BulkTwoShot {
         bulk_wait_read<kUnread>();
         if (step >= kUnread) barrier_arrive(&shared_.sums_empty[(step - kUnread) % Shared::kSums]);
       }
-      if (step >= kLag) warp_.publish<kLag>(shared_.results, step + 1 - kLag);
+      publish_before<1>(shared_.results, step);
     }
     return true;
   }

@@ -35,10 +35,17 @@ constexpr uint64_t peer_test_bytes(int ranks) {
   return 3 * ranks * kPeerTestBytes;
 }
 
+// Blocks of the bulk rings; 0: there are none.
+struct BulkBlocks {
+  uint32_t always = 0;
+  // In captured steps: of collectives, of results that all_reduces distribute, and of transfers.
+  uint32_t step = 0, step_results = 0, step_transfers = 0;
+};
+
 struct RingSet {
   device::RingTable lines, chunks;
   device::LandingTable landings;
-  device::RingTable bulk{};
+  device::RingTable bulk{}, step_bulk{};
 };
 
 // The number of lanes that a message uses, of at most `chunk_lanes` in chunks.
@@ -63,9 +70,9 @@ constexpr uint32_t blocks_of_a_sharer(int ranks) {
 }
 
 struct ArenaLayout {
-  // ring_blocks: lanes of the bulk rings; 0: none. device_each: no two ranks share a device; otherwise blocks are at
+  // device_each: no two ranks share a device; otherwise blocks are at
   // most blocks_of_a_sharer(). host_blocks: blocks of a launch if the memory is the host's; 0: it is the devices'.
-  explicit ArenaLayout(int ranks, uint32_t ring_blocks = 0, bool device_each = true, uint32_t host_blocks = 0);
+  explicit ArenaLayout(int ranks, const BulkBlocks& bulk = {}, bool device_each = true, uint32_t host_blocks = 0);
 
   size_t control;                             // own: device::GroupControl
   size_t peer_test;                           // only PeerTest writes here (peer_test.hpp)
@@ -90,7 +97,7 @@ inline uint32_t ArenaLayout::host_lanes(int ranks, uint64_t bytes, uint32_t most
   return static_cast<uint32_t>(std::clamp<uint64_t>(fit / 4 * 4, 4, most));
 }
 
-inline ArenaLayout::ArenaLayout(int ranks, uint32_t ring_blocks, bool device_each, uint32_t host_blocks) {
+inline ArenaLayout::ArenaLayout(int ranks, const BulkBlocks& bulk, bool device_each, uint32_t host_blocks) {
   const bool on_host = host_blocks != 0;
   size_t at = 0, own_at = 0;
   const auto take_at = [](size_t& place, size_t bytes) {
@@ -133,17 +140,22 @@ inline ArenaLayout::ArenaLayout(int ranks, uint32_t ring_blocks, bool device_eac
   collectives = rings(lanes);
   results = rings(lanes);
   transfers = rings(lanes / 2);
-  if (ring_blocks != 0) {
+  // `filled`: false for rings of which kernels only read the state.
+  const auto bulk_rings = [&](RingSet& set, uint32_t blocks, bool filled = true) {
+    if (blocks == 0) return device::RingTable{};
     // Per pair of ranks: what a link carries in about 10 us.
     const uint32_t chunks = (ranks <= 2 ? 4 << 20 : 2 << 20) / device::kBulkChunk;
-    const uint32_t depth = std::bit_floor(chunks / ring_blocks);
-    for (RingSet* const set : {&collectives, &results, &transfers}) {
-      // Launches of transfers with all peers may wait at once, on a multiprocessor each.
-      const uint32_t most = set == &transfers ? std::max(64 / (ranks - 1), 1) : ring_blocks;
-      set->bulk = table(std::min(ring_blocks, most), depth * device::kBulkChunk);
-      set->bulk.depth = depth;
-    }
-  }
+    const uint32_t depth = std::bit_floor(chunks / blocks);
+    // Launches of transfers with all peers may wait at once, on a multiprocessor each.
+    const uint32_t most = &set == &transfers ? std::max(64 / (ranks - 1), 1) : blocks;
+    device::RingTable made = table(std::min(blocks, most), filled ? depth * device::kBulkChunk : 0);
+    made.depth = depth;
+    return made;
+  };
+  for (RingSet* const set : {&collectives, &results, &transfers}) set->bulk = bulk_rings(*set, bulk.always);
+  collectives.step_bulk = bulk_rings(collectives, bulk.step);
+  results.step_bulk = bulk_rings(results, bulk.step, bulk.step_results != 0);
+  transfers.step_bulk = bulk_rings(transfers, bulk.step_transfers);
   total = at;
   own_total = own_at;
 }

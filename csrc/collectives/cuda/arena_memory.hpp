@@ -17,6 +17,9 @@
 
 namespace ark {
 
+// Blocks of the rings that this dispatch uses.
+BulkBlocks bulk_blocks_of(const CudaDispatch& dispatch);
+
 struct ArenaMemory {
   struct Options {
     int rank = 0, size = 1;

@@ -33,7 +33,15 @@ Pointer slice(Pointer from, uint64_t at) {
   return from == nullptr ? from : static_cast<Byte*>(from) + at;
 }
 
+// Whether the rings of captured steps carry an operation, which they do from a size on.
+bool in_step(const Operation& operation, uint64_t bytes, uint64_t from) {
+  return operation.captured_step && bytes >= from;
+}
+
 }  // namespace
+
+// Which bulk rings of a set carry an operation; null: none do.
+using BulkRings = device::RingTable RingSet::*;
 
 struct CudaCommunicator::Launch {
   CudaCommunicator& group;
@@ -68,11 +76,17 @@ struct CudaCommunicator::Launch {
     return std::min<uint32_t>(set.chunks.lanes, blocks * device::ring_lanes(size));
   }
 
+  // `from`, `in_steps`: sizes from which bulk rings carry such operations, always and in captured steps.
+  BulkRings bulk_rings(uint64_t bytes, uint64_t from, uint64_t in_steps) const {
+    if (in_step(operation, bytes, in_steps)) return &RingSet::step_bulk;
+    return bytes >= from ? &RingSet::bulk : nullptr;
+  }
+
   // blocks: of a launch in chunks. Both ends of a message must have the same number.
-  device::Rings rings(const RingSet& set, uint32_t blocks) const {
+  device::Rings rings(const RingSet& set, uint32_t blocks, BulkRings bulk = nullptr) const {
     device::Rings rings{};
     for (int r = 0; r < size; ++r) rings.arena[r] = group.arena_.parts[r].data();
-    rings.lines = set.lines, rings.chunks = set.chunks, rings.bulk = set.bulk;
+    rings.lines = set.lines, rings.chunks = set.chunks, rings.bulk = bulk != nullptr ? set.*bulk : set.bulk;
     rings.landing_words = set.landings;
     // Kernels add offsets to the arena's address, but this rank's private data may be elsewhere.
     const uint64_t apart = reinterpret_cast<uint64_t>(group.own_base()) - reinterpret_cast<uint64_t>(rings.arena[rank]);
@@ -101,18 +115,18 @@ struct CudaCommunicator::Launch {
 
   // By few blocks. The next launch must not overlap with it, because it would occupy as many SMs all the while.
   template <class Params>
-  void by_bulk_lanes(const jit::Kernel& kernel, const RingSet& set, int threads, uint32_t shared_bytes,
-                     const Params& params) const {
+  void by_bulk_lanes(const jit::Kernel& kernel, int threads, uint32_t shared_bytes, const Params& params) const {
     const CurrentContext context(group.device_);
-    jit::launch(kernel, {set.bulk.lanes}, {static_cast<unsigned>(threads)}, shared_bytes, stream_of(operation), params);
+    jit::launch(kernel, {params.rings.bulk.lanes}, {static_cast<unsigned>(threads)}, shared_bytes, stream_of(operation),
+                params);
   }
 
   // Both ends of every message must choose this; everything except the rings is set.
-  void bulk_move(const RingSet& set, device::MoveParams& params) const {
+  void bulk_move(const RingSet& set, device::MoveParams& params, BulkRings bulk) const {
     const bool transfer = &set == &layout.transfers;
-    params.rings = rings(set, CudaDispatch::kMostBlocks);
+    params.rings = rings(set, CudaDispatch::kMostBlocks, bulk);
     if (!transfer) find_landings(params.receive, params.receive_bytes, params.rings);
-    by_bulk_lanes(group.kernel(transfer ? GroupKernel::bulk_transfer : GroupKernel::bulk_move, RuleKind::any), set,
+    by_bulk_lanes(group.kernel(transfer ? GroupKernel::bulk_transfer : GroupKernel::bulk_move, RuleKind::any),
                   device::kBulkMoveThreads, device::bulk_move_bytes(transfer), params);
   }
 
@@ -143,11 +157,11 @@ struct CudaCommunicator::Launch {
   }
 
   // Sends and receives messages; everything except the rings is set. Long messages take several launches. bulk: both
-  // ends of every message know that it is long enough for bulk rings.
-  void move(const RingSet& set, const device::MoveParams& whole, bool bulk = false) const {
+  // ends of every message know that it is long enough for these rings.
+  void move(const RingSet& set, const device::MoveParams& whole, BulkRings bulk = nullptr) const {
     uint64_t most = 0;
     for (int r = 0; r < size; ++r) most = std::max({most, whole.send_bytes[r], whole.receive_bytes[r]});
-    const uint64_t each = bulk && &set != &layout.transfers ? most : device::kMostMessageBytes;
+    const uint64_t each = bulk != nullptr && &set != &layout.transfers ? most : device::kMostMessageBytes;
     for (uint64_t at = 0; at < most; at += each) {
       device::MoveParams params = whole;
       for (int r = 0; r < size; ++r) {
@@ -156,8 +170,8 @@ struct CudaCommunicator::Launch {
         params.send_bytes[r] = slice(whole.send_bytes[r], at, each);
         params.receive_bytes[r] = slice(whole.receive_bytes[r], at, each);
       }
-      if (bulk)
-        bulk_move(set, params);
+      if (bulk != nullptr)
+        bulk_move(set, params, bulk);
       else
         launch_move(set, params);
     }
@@ -165,7 +179,8 @@ struct CudaCommunicator::Launch {
   // Messages of `bytes` each, which both ends know.
   void move_equal(const RingSet& set, const device::MoveParams& whole, uint64_t bytes) const {
     move(set, whole,
-         size > 1 && bytes >= (&set == &layout.transfers ? dispatch.bulk_send_from : dispatch.bulk_move_from));
+         &set == &layout.transfers ? bulk_rings(bytes, dispatch.bulk_send_from, dispatch.step_send_from)
+                                   : bulk_rings(bytes, dispatch.bulk_move_from, dispatch.step_move_from));
   }
 
   // Broadcasts by letting the receivers pass parts to each other, for more than two ranks.
@@ -221,15 +236,14 @@ struct CudaCommunicator::Launch {
     return params;
   }
 
-  void launch_two_shot(device::TwoShotParams& params, bool bulk) const {
+  void launch_two_shot(device::TwoShotParams& params, BulkRings bulk = nullptr) const {
     const bool chunked = *std::max_element(params.bytes, params.bytes + size) >= dispatch.chunks_from;
     const uint32_t blocks = blocks_of(dispatch.sum_blocks, chunked);
-    params.rings = rings(layout.collectives, blocks);
-    params.results = rings(layout.results, blocks);
+    params.rings = rings(layout.collectives, blocks, bulk);
+    params.results = rings(layout.results, blocks, bulk);
     if (params.receivers == kAllRanks) find_landings(params.out, params.bytes, params.results);
-    if (bulk)  // its lanes stay in step (BulkPace), so one launch handles any length
-      return by_bulk_lanes(kernel(GroupKernel::bulk), layout.collectives, device::kBulkThreads,
-                           device::kBulkSharedBytes, params);
+    if (bulk != nullptr)  // its lanes stay in step (BulkPace), so one launch handles any length
+      return by_bulk_lanes(kernel(GroupKernel::bulk), device::kBulkThreads, device::kBulkSharedBytes, params);
     by_lanes(kernel(chunked ? GroupKernel::chunks : GroupKernel::lines),
              lanes_of_parts(layout.collectives, params.bytes, size, chunked, params.rings.chunk_lanes), blocks,
              device::ring_roles(size), params);
@@ -248,8 +262,12 @@ struct CudaCommunicator::Launch {
       gather_words(sizeof(double));
       whole.factors = reinterpret_cast<const double*>(words());
     }
-    if (std::accumulate(whole.bytes, whole.bytes + size, uint64_t{0}) >= dispatch.bulk_from)
-      return launch_two_shot(whole, true);
+    const uint64_t in_steps = whole.receivers == kAllRanks ? dispatch.step_all_reduce_from
+                              : whole.receivers == 0       ? dispatch.step_reduce_scatter_from
+                                                           : CudaDispatch::kNever;
+    const uint64_t all = std::accumulate(whole.bytes, whole.bytes + size, uint64_t{0});
+    if (const BulkRings bulk = bulk_rings(all, dispatch.bulk_from, in_steps); bulk != nullptr)
+      return launch_two_shot(whole, bulk);
     const uint64_t most = *std::max_element(whole.bytes, whole.bytes + size);
     // With one receiver the ranks' work is unequal and their lanes drift apart sooner, so take smaller slices.
     const uint64_t each = whole.receivers == 0           ? device::kMostMessageBytes
@@ -262,7 +280,7 @@ struct CudaCommunicator::Launch {
         params.out[r] = slice(whole.out[r], at);
         params.bytes[r] = slice(whole.bytes[r], at, each);
       }
-      launch_two_shot(params, false);
+      launch_two_shot(params);
     }
   }
 
@@ -292,8 +310,9 @@ void CudaCommunicator::all_reduce(const Operation& operation, const void* in, vo
   const bool factors = operation.descriptor.op == ReduceOp::premul_sum;  // only two_shot supports factors
   if (size_ > 1 && bytes <= std::min(dispatch_.one_shot_to, layout_.most_one_shot) && !factors)
     return Launch{*this, operation}.one_shot(in, out, bytes);
-  if (size_ > 1 && bytes >= dispatch_.copy_engine_from && !factors && engine_all_reduce(operation, in, out, bytes))
-    return;
+  const bool by_engines =
+      bytes >= dispatch_.copy_engine_from && !in_step(operation, bytes, dispatch_.step_all_reduce_from);
+  if (size_ > 1 && by_engines && !factors && engine_all_reduce(operation, in, out, bytes)) return;
   const Launch launch{*this, operation};
   launch.two_shot(launch.parts_of(in, out, bytes, kAllRanks));
 }
@@ -311,7 +330,9 @@ void CudaCommunicator::reduce_scatter(const Operation& operation, const void* co
   watch_.check(operation.context);
   if (count == 0) return;
   const uint64_t bytes = count * size_of(operation.descriptor.dtype);
-  if (size_ > 1 && bytes >= dispatch_.reduce_scatter_engine_from && operation.descriptor.op != ReduceOp::premul_sum &&
+  const bool by_engines = bytes >= dispatch_.reduce_scatter_engine_from &&
+                          !in_step(operation, bytes * size_, dispatch_.step_reduce_scatter_from);
+  if (size_ > 1 && by_engines && operation.descriptor.op != ReduceOp::premul_sum &&
       engine_reduce_scatter(operation, ins, out, bytes))
     return;
   device::TwoShotParams parts{};
@@ -328,7 +349,8 @@ void CudaCommunicator::all_gather(const Operation& operation, const void* in, vo
   const uint64_t engine_from =
       windows_.size() == 0 ? dispatch_.all_gather_engine_from
                            : std::min(dispatch_.all_gather_engine_from, dispatch_.registered_all_gather_engine_from);
-  if (size_ > 1 && bytes >= engine_from && bytes != 0 && engine_all_gather(operation, in, outs, bytes)) return;
+  const bool by_engines = bytes >= engine_from && !in_step(operation, bytes, dispatch_.step_move_from);
+  if (size_ > 1 && by_engines && bytes != 0 && engine_all_gather(operation, in, outs, bytes)) return;
   device::MoveParams params{};
   for (int r = 0; r < size_; ++r) {
     params.send[r] = in;
@@ -340,9 +362,10 @@ void CudaCommunicator::all_gather(const Operation& operation, const void* in, vo
 
 void CudaCommunicator::broadcast(const Operation& operation, void* data, size_t bytes) {
   watch_.check(operation.context);
-  if (size_ > 1 && bytes >= dispatch_.broadcast_engine_from && bytes != 0 && engine_broadcast(operation, data, bytes))
-    return;
-  if (size_ > 2 && bytes >= dispatch_.relay_from) return Launch{*this, operation}.relay(data, bytes);
+  const bool step = in_step(operation, bytes, dispatch_.step_move_from);
+  const bool by_engines = bytes >= dispatch_.broadcast_engine_from && !step;
+  if (size_ > 1 && by_engines && bytes != 0 && engine_broadcast(operation, data, bytes)) return;
+  if (size_ > 2 && bytes >= dispatch_.relay_from && !step) return Launch{*this, operation}.relay(data, bytes);
   const int root = operation.descriptor.root;
   device::MoveParams params{};
   for (int r = 0; r < size_ && rank_ == root; ++r) {

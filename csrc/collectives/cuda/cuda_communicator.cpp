@@ -43,7 +43,9 @@ std::unique_ptr<CudaCommunicator> CudaCommunicator::create(int rank, int size, s
           std::to_string(device::kMaxRanks);
     return nullptr;
   }
-  for (uint64_t* const blocks : {&options.dispatch->ring_blocks, &options.dispatch->host_blocks})
+  if (options.dispatch->step_blocks == 0) options.dispatch->leave_step_rings();
+  for (uint64_t* const blocks :
+       {&options.dispatch->ring_blocks, &options.dispatch->step_blocks, &options.dispatch->host_blocks})
     *blocks =
         std::clamp<uint64_t>(*blocks, 1, options.device_each ? device::kMostRingBlocks : blocks_of_a_sharer(size));
   for (uint64_t* const blocks : {&options.dispatch->move_blocks, &options.dispatch->sum_blocks})
@@ -51,11 +53,9 @@ std::unique_ptr<CudaCommunicator> CudaCommunicator::create(int rank, int size, s
   options.dispatch->part_bytes = std::max(options.dispatch->part_bytes / 1024 * 1024, uint64_t{64} << 10);
   // Report an old device or a missing compiler before anything is shared.
   const int major = jit::KernelLibrary::of(options.device).target().major;
-  if (size == 1 || major < 9 || major >= 12)  // no TMA, no memory
-    options.dispatch->bulk_from = options.dispatch->bulk_move_from = options.dispatch->bulk_send_from =
-        CudaDispatch::kNever;
+  if (size == 1 || major < 9 || major >= 12) options.dispatch->leave_bulk_rings();  // no TMA, no memory
   // Blocks of several transfers wait at once, each with much shared memory.
-  if (!options.device_each) options.dispatch->bulk_send_from = CudaDispatch::kNever;
+  if (!options.device_each) options.dispatch->bulk_send_from = options.dispatch->step_send_from = CudaDispatch::kNever;
   ArenaMemory::Options sharing;
   sharing.rank = rank;
   sharing.size = size;
@@ -78,7 +78,7 @@ CudaCommunicator::CudaCommunicator(int rank, int size, GroupHealth& health, std:
       timeout_(options.timeout),
       dispatch_(*options.dispatch),
       arena_(std::move(arena)),
-      layout_(size, ring_blocks_of(dispatch_), options.device_each, arena_.on_host ? host_blocks_of(dispatch_) : 0),
+      layout_(size, bulk_blocks_of(dispatch_), options.device_each, arena_.on_host ? host_blocks_of(dispatch_) : 0),
       status_(std::make_unique<PinnedMemory>(options.device, sizeof(Status))),
       watch_(health, &host_status()->group, options.log, options.note),
       device_each_(options.device_each),

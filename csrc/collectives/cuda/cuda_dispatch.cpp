@@ -29,12 +29,15 @@ CudaDispatch CudaDispatch::measured(int ranks) {
     made.in_line_to = 64 << 20;
     made.all_gather_engine_from = 64 << 20;
     made.registered_all_gather_engine_from = 12 << 20;
+    made.step_reduce_scatter_from = made.step_move_from = 1 << 20;
   } else if (ranks <= 4) {
     made.one_shot_to = 160 << 10;
     made.bulk_from = 24 << 20;
     made.ring_blocks = 24;
     made.part_bytes = 8 << 20;
     made.copy_engine_from = 512 << 20;
+    made.step_all_reduce_from = 1 << 20;
+    made.step_blocks = 16;
   }
   return made;
 }
@@ -69,6 +72,28 @@ CudaDispatch CudaDispatch::through_host(int ranks, bool by_nccl) const {
     dispatch.*sizes.from = kFrom, dispatch.*sizes.to = kTo;
   }
   return dispatch;
+}
+
+std::string CudaDispatch::step_carried() const {
+  if (step_blocks == 0) return "";
+  std::string list;
+  for (const auto& [name, from] : {std::pair("all_reduces", step_all_reduce_from),
+                                   {"reduce_scatters", step_reduce_scatter_from},
+                                   {"moves", step_move_from},
+                                   {"sends", step_send_from}}) {
+    if (from == kNever) continue;
+    list += (list.empty() ? " carry " : ", ") + std::string(name) + " from " + std::to_string(from >> 10) + " KB on";
+  }
+  return list.empty() ? "" : std::to_string(step_blocks) + " blocks" + list;
+}
+
+void CudaDispatch::leave_step_rings() {
+  step_all_reduce_from = step_reduce_scatter_from = step_move_from = step_send_from = kNever;
+}
+
+void CudaDispatch::leave_bulk_rings() {
+  leave_step_rings();
+  bulk_from = bulk_move_from = bulk_send_from = kNever;
 }
 
 CudaDispatch choose_dispatch(const std::vector<CudaRule>& rules, int size, const std::string& model) {

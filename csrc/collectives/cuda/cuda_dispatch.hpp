@@ -33,14 +33,24 @@ struct CudaDispatch {
   static constexpr uint64_t kNever = ~uint64_t{0};
   static constexpr uint64_t kMostBlocks = 128;  // of a launch
 
-  uint64_t one_shot_to = 64 << 10;     // all_reduce up to here: every input to every rank; above: rings
-  uint64_t chunks_from = 8 << 20;      // of one part or message: rings of chunks from here, of lines below
-  uint64_t landings_from = 8 << 20;    // of one part or message: into registered memory from here
-  uint64_t relay_from = 1 << 20;       // broadcast to several peers: they pass on parts from here
-  uint64_t bulk_from = kNever;         // sums of this many bytes per rank: bulk rings, few blocks
-  uint64_t bulk_move_from = kNever;    // messages of all_gather, gather, scatter and broadcast: the same
-  uint64_t bulk_send_from = kNever;    // messages of send and recv: the same
-  uint64_t ring_blocks = 16;           // blocks of the bulk rings
+  uint64_t one_shot_to = 64 << 10;   // all_reduce up to here: every input to every rank; above: rings
+  uint64_t chunks_from = 8 << 20;    // of one part or message: rings of chunks from here, of lines below
+  uint64_t landings_from = 8 << 20;  // of one part or message: into registered memory from here
+  uint64_t relay_from = 1 << 20;     // broadcast to several peers: they pass on parts from here
+  uint64_t bulk_from = kNever;       // sums of this many bytes per rank: bulk rings, few blocks
+  uint64_t bulk_move_from = kNever;  // messages of all_gather, gather, scatter and broadcast: the same
+  uint64_t bulk_send_from = kNever;  // messages of send and recv: the same
+  uint64_t ring_blocks = 16;         // blocks of the bulk rings
+
+  // In a training step that all ranks capture together (Operation::captured_step), bulk rings of their own carry these
+  // sizes, before copy engines and whatever is above. A launch there waits for its peer beside computation, so few
+  // blocks may win where they lose alone.
+  uint64_t step_all_reduce_from = kNever;
+  uint64_t step_reduce_scatter_from = kNever;  // by the bytes of all parts
+  uint64_t step_move_from = kNever;            // messages of all_gather, gather, scatter and broadcast
+  uint64_t step_send_from = kNever;            // messages of send and recv
+  uint64_t step_blocks = 32;                   // blocks of these rings; 0: captured steps have none
+
   uint64_t host_blocks = 64;           // blocks of a launch through host memory
   uint64_t move_blocks = kMostBlocks;  // blocks of a collective that moves in chunks, from chunks_from on
   uint64_t sum_blocks = kMostBlocks;   // blocks of one that adds in chunks, but not by bulk rings
@@ -91,15 +101,11 @@ struct CudaDispatch {
   // `by_nccl`: NCCL carries what it does faster, unless a table says otherwise; sums only with equal bits. What
   // give_nccl() has set is dropped, because it was measured over peers' memory.
   CudaDispatch through_host(int ranks, bool by_nccl) const;
+  // What captured steps have of their own: "32 blocks carry reduce_scatters from 1 MB on"; empty: nothing.
+  std::string step_carried() const;
+  void leave_step_rings();  // captured steps use what other collectives use
+  void leave_bulk_rings();  // neither do other collectives have them
 };
-
-// Lanes of the bulk rings; 0 if they are not used.
-inline uint32_t ring_blocks_of(const CudaDispatch& dispatch) {
-  constexpr uint64_t kNever = CudaDispatch::kNever;
-  const bool any =
-      dispatch.bulk_from != kNever || dispatch.bulk_move_from != kNever || dispatch.bulk_send_from != kNever;
-  return any ? static_cast<uint32_t>(dispatch.ring_blocks) : 0;
-}
 
 inline uint32_t host_blocks_of(const CudaDispatch& dispatch) {
   return static_cast<uint32_t>(dispatch.host_blocks);
@@ -122,6 +128,11 @@ inline constexpr CudaDispatchField kCudaDispatchFields[] = {
     {"bulk_move_from", &CudaDispatch::bulk_move_from, kNeverTaken, {100'000, 64 << 10}},
     {"bulk_send_from", &CudaDispatch::bulk_send_from, kNeverTaken, {100'000, 64 << 10}},
     {"ring_blocks", &CudaDispatch::ring_blocks, {}, {3, 0}},
+    {"step_all_reduce_from", &CudaDispatch::step_all_reduce_from, kNeverTaken},
+    {"step_reduce_scatter_from", &CudaDispatch::step_reduce_scatter_from, kNeverTaken},
+    {"step_move_from", &CudaDispatch::step_move_from, kNeverTaken},
+    {"step_send_from", &CudaDispatch::step_send_from, kNeverTaken},
+    {"step_blocks", &CudaDispatch::step_blocks},
     {"host_blocks", &CudaDispatch::host_blocks, {}, {3, 0}},
     {"move_blocks", &CudaDispatch::move_blocks, {}, {3, 0}},
     {"sum_blocks", &CudaDispatch::sum_blocks, {}, {2, 0}},

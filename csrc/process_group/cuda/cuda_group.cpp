@@ -137,6 +137,7 @@ void CudaGroup::enqueue(const RecordPtr& operation, const Way& way, GroupCore& c
 
     core.number(mine, entry);
     mine.issuer = current, mine.on = stream, mine.capture = capture;
+    mine.captured_step = mine.captured_step && capture != 0;
     mine.end = events_->take(capture != 0, way.timed);
     mine.issued = Clock::now();
     if (way.timed && capture == 0) {

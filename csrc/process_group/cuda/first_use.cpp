@@ -50,6 +50,17 @@ CudaDispatch ProcessGroupArk::find_dispatch(KeyValueStore& store, c10::Device de
   return agree_on_dispatch(store, rank_, size_, rules, limits, make_check());
 }
 
+// One log line for a group whose captured steps use other rings than its other collectives.
+void ProcessGroupArk::set_captures_step(bool value) {
+  captures_step_.store(value, std::memory_order_relaxed);
+  const auto dispatch = cuda_dispatch();
+  if (!value || rank_ != 0 || !options_->log || !dispatch) return;
+  const std::string carried = dispatch->step_carried();
+  if (carried.empty() || told_of_step_.exchange(true)) return;
+  options_->log("group \"" + options_->group_name + "\" of " + std::to_string(size_) + " ranks: in captured steps " +
+                carried);
+}
+
 std::optional<CudaDispatch> ProcessGroupArk::cuda_dispatch() const {
   const auto cuda = core_->cuda();
   const auto communicator = cuda ? cuda->communicator() : nullptr;

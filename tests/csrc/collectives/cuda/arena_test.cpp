@@ -53,7 +53,7 @@ TEST(Lanes, BlocksShareAMessage) {
       EXPECT_EQ(end, bytes);
     }
     for (const int ranks : {2, 4, 8}) {
-      const ArenaLayout layout(ranks, blocks);
+      const ArenaLayout layout(ranks, {blocks});
       EXPECT_EQ(layout.results.bulk.lanes, blocks);
       EXPECT_GE(layout.results.bulk.depth, 4u);
       EXPECT_TRUE(std::has_single_bit(layout.results.bulk.depth));
@@ -66,10 +66,57 @@ TEST(Lanes, BlocksShareAMessage) {
   EXPECT_EQ(ArenaLayout(2).collectives.bulk.lanes, 0u);
 }
 
+// Both movers of a block can load and store at once, and a sender publishes before a ring is full.
+TEST(Lanes, MoversShareStages) {
+  for (uint32_t stages = 8; stages <= device::kBulkStages; ++stages) {
+    const uint32_t taken = device::bulk_taken(stages), sent = stages - taken;
+    EXPECT_GT(sent, taken) << "stores to peers take longer";
+    for (const auto& [count, to_peers] : {std::pair(sent, true), {taken, false}, {stages, true}}) {
+      const uint32_t ahead = device::bulk_ahead(count, to_peers);
+      EXPECT_GE(ahead, 2u);
+      EXPECT_LT(ahead, count);
+      EXPECT_TRUE(!to_peers || count - ahead >= ahead) << count;
+    }
+  }
+  EXPECT_EQ(device::bulk_lag(1024, 1), device::kBulkMostLag);
+  for (const uint32_t chunks : {2u, 4u, 8u, 16u, 32u}) {
+    for (const uint32_t each : {1u, 3u, 7u}) {
+      const uint32_t lag = device::bulk_lag(chunks, each);
+      EXPECT_GE(lag, 1u);
+      EXPECT_LE(lag, device::kBulkMostLag);
+      EXPECT_LE(lag, chunks / 2 * each) << "a launch of more steps would drain its stores each time the ring is full";
+    }
+  }
+}
+
+// Captured steps have rings of their own behind the others, which stay where they are.
+TEST(Lanes, OfCapturedStepsAreApart) {
+  for (const int ranks : {2, 3, 4, 8}) {
+    const ArenaLayout without(ranks, {16}), layout(ranks, {16, 32, 0, 0}), all(ranks, {16, 48, 48, 48});
+    EXPECT_EQ(layout.transfers.bulk.slots, without.transfers.bulk.slots);
+    EXPECT_EQ(layout.collectives.bulk.depth, without.collectives.bulk.depth);
+    EXPECT_EQ(layout.collectives.step_bulk.lanes, 32u);
+    EXPECT_GE(layout.collectives.step_bulk.state, without.total);
+    EXPECT_EQ(layout.transfers.step_bulk.lanes, 0u);
+    EXPECT_EQ(layout.results.step_bulk.lanes, 32u) << "a reduce_scatter's kernel reads their state";
+    const uint64_t slots = uint64_t{layout.collectives.step_bulk.depth} * 32 * (ranks - 1) * device::kBulkChunk;
+    EXPECT_LE(layout.total - without.total, slots + (64 << 10)) << "those of results have no slots";
+    EXPECT_LE(slots, uint64_t{4 << 20} * (ranks - 1));
+    EXPECT_EQ(all.results.step_bulk.lanes, 48u);
+    EXPECT_LE(all.transfers.step_bulk.lanes * (ranks - 1), 64u);
+    const auto end = [&](const device::RingTable& table) {
+      return table.slots + uint64_t{table.lanes} * table.depth * (ranks - 1) * device::kBulkChunk;
+    };
+    EXPECT_LE(end(all.collectives.step_bulk), all.results.step_bulk.state);
+    EXPECT_LE(end(all.results.step_bulk), all.transfers.step_bulk.state);
+    EXPECT_LE(end(all.transfers.step_bulk), all.total);
+  }
+}
+
 // Ranks that share a device: two launches of each at once, one block per lane, on 128 multiprocessors.
 TEST(Lanes, OfAllSharersHaveRoomAtOnce) {
   for (const int ranks : {2, 3, 4, 5, 8}) {
-    const ArenaLayout layout(ranks, 0, false);
+    const ArenaLayout layout(ranks, {}, false);
     for (const RingSet& set : {layout.collectives, layout.results, layout.transfers}) {
       EXPECT_GE(set.lines.lanes, 1u);
       EXPECT_LE(2 * ranks * set.lines.lanes, 128u);
@@ -86,7 +133,7 @@ TEST(Lanes, NothingTakesNone) {
 TEST(Arena, OnTheHostTakesLittle) {
   for (int ranks = 2; ranks <= device::kMaxRanks; ++ranks) {
     for (const auto& [device_each, blocks] : {std::pair(true, 16u), {true, 64u}, {false, 4u}}) {
-      const ArenaLayout layout(ranks, 0, device_each, blocks), on_devices(ranks, 0, device_each);
+      const ArenaLayout layout(ranks, {}, device_each, blocks), on_devices(ranks, {}, device_each);
       const uint64_t pages = (layout.total + kHostPage - 1) / kHostPage;
       EXPECT_LE(pages * kHostPage * ranks, uint64_t{64} << 20) << ranks;
       EXPECT_GE(layout.collectives.chunks.lanes, 4u) << ranks;

@@ -3,6 +3,7 @@
 
 #include <thread>
 
+#include "collectives/cuda/arena_memory.hpp"
 #include "collectives/cuda/cuda_dispatch.hpp"
 #include "support/processes.hpp"
 
@@ -134,6 +135,30 @@ TEST(CudaDispatch, OptionsOfRankZeroAreTold) {
       EXPECT_EQ(told.nccl_leaves_p2p, !flag);
     }
   }
+}
+
+TEST(CudaDispatch, CapturedStepsHaveSizesOfTheirOwn) {
+  constexpr uint64_t kNever = CudaDispatch::kNever;
+  CudaDispatch two = CudaDispatch::measured(2);
+  EXPECT_EQ(two.step_carried(), "32 blocks carry reduce_scatters from 1024 KB on, moves from 1024 KB on");
+  EXPECT_EQ(two.step_all_reduce_from, kNever) << "copy engines win there";
+  EXPECT_EQ(CudaDispatch::measured(4).step_carried(), "16 blocks carry all_reduces from 1024 KB on");
+  EXPECT_EQ(CudaDispatch::measured(8).step_carried(), "") << "not measured";
+  BulkBlocks blocks = bulk_blocks_of(two);
+  EXPECT_EQ(blocks.step, 32u);
+  EXPECT_EQ(blocks.step_results, 0u) << "all_reduces alone have results";
+  EXPECT_EQ(blocks.step_transfers, 0u);
+  blocks = bulk_blocks_of(CudaDispatch::measured(4, {{"step_send_from", 1}, {"step_blocks", 8}}));
+  EXPECT_EQ(blocks.always, 24u);
+  EXPECT_EQ(blocks.step_results, 8u);
+  EXPECT_EQ(blocks.step_transfers, 8u);
+  EXPECT_EQ(CudaDispatch::measured(2, {{"step_blocks", 0}}).step_carried(), "");
+  two.leave_step_rings();
+  EXPECT_EQ(bulk_blocks_of(two).step, 0u);
+  EXPECT_EQ(bulk_blocks_of(two).always, 16u);
+  two.leave_bulk_rings();
+  EXPECT_EQ(bulk_blocks_of(two).always, 0u);
+  EXPECT_EQ(CudaDispatch::measured(4).through_host(4, false).step_carried(), "");
 }
 
 TEST(CudaDispatch, ThroughTheHost) {
