@@ -29,6 +29,7 @@ struct CacheCosts {
   // CPU: persistent buffers at least this large are stored past the caches; 0: none. Results are newly allocated and
   // stay plain. Figures: docs/measurements.md.
   int64_t stream_bytes = 0;
+  int64_t worker_bytes = 0;  // CPU: of the second-level cache, which each worker has for itself; 0: unknown
 };
 
 // What products of many rows cost, which a GPU multiplies tile by tile (matmul_tile.hpp). Figures of an H200.
