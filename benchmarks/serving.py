@@ -5,14 +5,19 @@
     python benchmarks/serving.py --only encode generate --beside
 
 Each example is a process of its own, with random weights; it compares every contender's result with eager PyTorch's.
-First calls compile and are not counted. Inductor is run in its default mode, as the examples' users have it; --beside
-without a name leaves it out. After --seconds no further example is begun.
+First calls compile and are not counted. Then the contenders take turns, --times each, and the median counts. Inductor
+is run in its default mode, as the examples' users have it; --beside without a name leaves it out.
+
+--seconds bounds all of it. Each example gets an equal part of what is left and begins no turn after it; one that still
+compiles when all is over is ended. Ended examples, by Ctrl-C too, keep the turns that they had.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -38,20 +43,42 @@ RUNS = {
 CONTENDERS = ("eager", "inductor", "ark")
 
 
-def run(name: str, arguments: argparse.Namespace) -> list[Row]:
-    """Rows of an example; raises CalledProcessError with its output if a result was wrong."""
+class WrongResult(Exception):
+    """An example has failed; its text is what the example wrote last."""
+
+
+def run(name: str, arguments: argparse.Namespace, share: float, left: float) -> tuple[list[Row], str]:
+    """Rows of an example, and why there are no more: "", or what ended it. `share` and `left`: seconds until it begins
+    no further turn, and until it is ended."""
     script, *more = RUNS[name]
     with tempfile.TemporaryDirectory(prefix="ark-serving-") as folder:
-        rows = Path(folder) / "rows.json"
+        rows, told = Path(folder) / "rows.json", Path(folder) / "told"
         command = [sys.executable, str(EXAMPLES / script), *more, "--rows", str(rows), "--size", arguments.size]
         command += ["--device", arguments.device, "--dtype", arguments.dtype, "--times", str(arguments.times)]
-        command += ["--beside", *arguments.beside]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.seconds)
-        print(done.stdout, end="", flush=True)
-        if done.returncode != 0:
-            raise subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
-        lines = rows.read_text(encoding="utf-8").splitlines()
-    return [{"example": name} | json.loads(line) for line in lines]
+        command += ["--seconds", str(share), "--beside", *arguments.beside]
+        # Its output goes to a file and it is a session of its own: compilers that it started cannot keep a pipe open,
+        # and end with it.
+        with told.open("wb") as file:
+            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        ended = ""
+        try:
+            process.wait(left)
+        except subprocess.TimeoutExpired:
+            ended = "time"
+        except KeyboardInterrupt:
+            ended = "Ctrl-C"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        text = told.read_text(encoding="utf-8", errors="replace")
+        if not ended and process.returncode != 0:
+            raise WrongResult(f"{name}: exit code {process.returncode}\n{text[-5000:]}")
+        lines = rows.read_text(encoding="utf-8").splitlines() if rows.exists() else []
+    found = [{"example": name} | json.loads(line) for line in lines]
+    shown = [line for line in text.splitlines() if line.split()[:1] and line.split()[0] in CONTENDERS]
+    print("\n".join([f"# {name}{f', ended early: {ended}' if ended else ''}", *shown]), flush=True)
+    return found, ended
 
 
 def table(rows: list[Row]) -> str:
@@ -64,7 +91,7 @@ def table(rows: list[Row]) -> str:
         own = [row for row in rows if row["example"] == example]
         rates = {row["by"]: row["rate"] for row in own}
         shown = [f"{rates[by]:.0f}" if by in rates else "" for by in CONTENDERS]
-        shown += [f"{rates['ark'] / rates[by]:.2f}" if by in rates else "" for by in ("eager", "inductor")]
+        shown += [f"{rates['ark'] / rates[by]:.2f}" if {by, "ark"} <= set(rates) else "" for by in CONTENDERS[:2]]
         lines.append(f"| {own[0]['what']} | {own[0]['unit']} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
@@ -76,8 +103,8 @@ def main() -> int:
     parser.add_argument("--dtype", help="default: float32 on a CPU, bfloat16 on a GPU")
     parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--beside", nargs="*", choices=("inductor",), default=["inductor"])
-    parser.add_argument("--times", type=int, default=5, help="counted runs of each contender")
-    parser.add_argument("--seconds", type=float, default=900, help="after so many no further example is begun")
+    parser.add_argument("--times", type=int, default=25, help="counted runs of each contender")
+    parser.add_argument("--seconds", type=float, default=900, help="after so many all is over")
     parser.add_argument("--output", type=Path, default=FOLDER / "results")
     arguments = parser.parse_args()
     on_gpu = arguments.device == "cuda"
@@ -86,23 +113,33 @@ def main() -> int:
     import gpu_models  # not at the top: it sets environment variables
 
     about = gpu_models.surroundings(arguments) | {"size": arguments.size, "dtype": arguments.dtype, "left_out": []}
+    about["ended_early"] = {}
     path = arguments.output / f"serving_{gpu_models.slug('cuda') if on_gpu else 'cpu'}.json"
     rows: list[Row] = []
     ends = time.monotonic() + arguments.seconds
-    for name in arguments.only:
-        if time.monotonic() > ends:
+    code = 0
+    for done, name in enumerate(arguments.only):
+        left = ends - time.monotonic()
+        if left <= 0 or code != 0:
             about["left_out"].append(name)
             continue
         try:
-            rows += run(name, arguments)
-        except subprocess.CalledProcessError as error:
-            print(f"# {name}: {error}\n{error.stderr}")
+            found, ended = run(name, arguments, left / (len(arguments.only) - done), left)
+        except WrongResult as error:
+            print(f"# {error}")
             return 1
-        except subprocess.TimeoutExpired:
+        rows += found
+        if not found:
             about["left_out"].append(name)
+        if ended:
+            about["ended_early"][name] = ended
+            code = 130 if ended == "Ctrl-C" else 0
+        bench.write_json(path, about, rows)
+    if about["left_out"]:
+        print(f"# left out: {', '.join(about['left_out'])}")
         bench.write_json(path, about, rows)
     print(f"{table(rows)}\n# written to {path}")
-    return 0
+    return code
 
 
 if __name__ == "__main__":

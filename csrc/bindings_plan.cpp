@@ -156,7 +156,7 @@ void each_field(Target& target, Visit&& visit) {
   visit("cache_bytes", target.caches.bytes);
   visit("kept_bytes", target.caches.kept_bytes), visit("plain_where_near", target.caches.plain_where_near);
   visit("states_first", target.caches.states_first), visit("reused_last", target.caches.reused_last);
-  visit("stream_bytes", target.caches.stream_bytes);
+  visit("stream_bytes", target.caches.stream_bytes), visit("worker_cache_bytes", target.caches.worker_bytes);
 }
 
 py::dict saved_of(const ark::compiler::Region& region) {

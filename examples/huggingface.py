@@ -52,6 +52,7 @@ LLAMAS = {
     "large": (2048, 8192, 16, 32, 8, 128256),
 }
 BERTS = {"tiny": (64, 128, 2, 4), "small": (256, 1024, 4, 4), "large": (1024, 4096, 24, 16)}
+COMPILED = ("_compiled_call", "_last_compile_config")
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -75,17 +76,22 @@ def generating(model: Any, options: argparse.Namespace) -> Callable[[Compile | N
     def work(compiler: Compile | None) -> Callable[[], tuple[Any, int]]:
         chosen: dict[str, Any] = {"disable_compile": True}
         if compiler is not None:
-            torch._dynamo.reset()
             config = transformers.CompileConfig(
                 backend=compiler.backend, options=compiler.options, fullgraph=False, dynamic=False, mode=None
             )
             config._compile_all_devices = True  # otherwise generate() compiles on GPUs only
             chosen = {"compile_config": config}
 
-        def run() -> tuple[Any, int]:
-            return model.generate(ids, cache_implementation="static", **settings, **chosen), options.tokens
+        own: dict[str, Any] = {}  # what generate() compiled: it keeps that in the model, which others use, too
 
-        model.__dict__.pop("_compiled_call", None)  # where generate() keeps what it compiled
+        def run() -> tuple[Any, int]:
+            for name in COMPILED:
+                model.__dict__.pop(name, None)
+            model.__dict__.update(own)
+            tokens = model.generate(ids, cache_implementation="static", **settings, **chosen)
+            own.update({name: model.__dict__[name] for name in COMPILED if name in model.__dict__})
+            return tokens, options.tokens
+
         return run
 
     return work
@@ -130,11 +136,12 @@ def classifying(options: argparse.Namespace) -> Callable[[Compile | None], Calla
     plain = model.forward
 
     def work(compiler: Compile | None) -> Callable[[], tuple[Any, int]]:
-        model.forward = plain if compiler is None else compiler(plain)
+        forward = plain if compiler is None else compiler(plain)
         classify = transformers.pipeline("text-classification", model=model, tokenizer=tokenizer, device=options.device)
         padded = {"padding": "max_length", "max_length": 16, "truncation": True}
 
         def run() -> tuple[Any, int]:
+            model.forward = forward
             return torch.tensor([one["score"] for one in classify(texts, batch_size=8, **padded)]), len(texts) * 16
 
         return run

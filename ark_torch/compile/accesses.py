@@ -12,6 +12,7 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "bo
 @dataclass(frozen=True)
 class Access:
     """What one stage reads or writes of a value. `operand`: weight, state, table, stream, packets or activation.
+    `prefetch`: usual, or what the plan has the kernel do instead (csrc/compiler/graph/stage.hpp).
     `until_read`: bytes that the step touches before the value is read again; None: never."""
 
     stage: int
@@ -20,6 +21,7 @@ class Access:
     operand: str
     write: bool
     cache: str
+    prefetch: str
     bytes: int
     until_read: float | None
 
@@ -44,6 +46,7 @@ def accesses_of(plan: dict[str, Any]) -> list[Access]:
                     one["operand"],
                     one["write"],
                     one["cache"],
+                    one.get("prefetch", "usual"),
                     size,
                     None if until < 0 else until,
                 )
@@ -66,14 +69,17 @@ def line(plan: dict[str, Any]) -> str:
         if cache != "normal"
     ]
     others = sum(count for (cache, _, _), count in alike.items() if cache == "normal")
-    return f"caches ({plan['target']['cache']}): {', '.join([*told, f'normal {others}'])}"
+    asked = Counter(one.prefetch for one in accesses_of(plan) if one.prefetch != "usual")
+    prefetches = [f"prefetch {how} {count}" for how, count in sorted(asked.items())]
+    return f"caches ({plan['target']['cache']}): {', '.join([*told, f'normal {others}', *prefetches])}"
 
 
 def rows(plan: dict[str, Any]) -> list[tuple[str, ...]]:
     """Equal accesses in one row: operator, operand, read or write, policy, count, MB, MB until read again."""
     alike: dict[tuple[str, str, str, str], list[Access]] = {}
     for one in accesses_of(plan):
-        key = (one.operator, one.operand, "write" if one.write else "read", one.cache)
+        cache = one.cache if one.prefetch == "usual" else f"{one.cache}, prefetch {one.prefetch}"
+        key = (one.operator, one.operand, "write" if one.write else "read", cache)
         alike.setdefault(key, []).append(one)
     told: list[tuple[str, ...]] = []
     for key, some in alike.items():

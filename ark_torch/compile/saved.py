@@ -49,6 +49,9 @@ class SavedRegion:
     kernel: dict[str, Any]  # of _C.plan.Region.saved()
     version: str
     machine: frozenset[str]  # the CPU's instructions; empty: for a GPU
+    checksum: (
+        str  # of the kernel's binary, which would run with a lost bit; the plan must give the kernel's text anyway
+    )
 
     def check(self) -> None:
         """Raises CompileError if it does not run here."""
@@ -56,6 +59,8 @@ class SavedRegion:
             raise CompileError(
                 f"{self.name}: saved by ark_torch {self.version}, and this is {version()}: save the program again"
             )
+        if hashlib.sha256(self.kernel["binary"]).hexdigest() != self.checksum:
+            raise CompileError(f"{self.name}: its saved kernel is damaged: save the program again")
         if lacking := sorted(self.machine - instructions()):
             raise CompileError(
                 f"{self.name}: saved on a CPU with {', '.join(lacking)}, which this one lacks: save it on such a one"
@@ -99,7 +104,9 @@ def instructions() -> frozenset[str]:
 def of_region(told: Told, name: str, options: dict[str, Any], region: Any) -> SavedRegion:
     kept = {name: value for name, value in options.items() if name not in ("otherwise", "dump_passes", "saved")}
     machine = frozenset() if options["device"] >= 0 else instructions()
-    return SavedRegion(told.calls, name, kept, region.saved(), version(), machine)
+    kernel = region.saved()
+    checksum = hashlib.sha256(kernel["binary"]).hexdigest()
+    return SavedRegion(told.calls, name, kept, kernel, version(), machine, checksum)
 
 
 # ---- PyTorch's portable caches ("mega-cache")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,77 @@ def test_a_table_that_was_not_measured_says_how(tables: Any, tmp_path: Path) -> 
     told = tables.once_measured("python it.py", lambda load: tables.serving(load, "serving_cpu"))
     assert told(missing) == "Not measured yet: `python it.py`."
     assert tables.once_measured("python it.py", lambda load: "there")(missing) == "there"
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(FOLDER.parent / "examples"))
+    from inference import compared
+
+    return compared
+
+
+def test_contenders_take_turns_and_rows_are_there_after_each(compared: Any, tmp_path: Path) -> None:
+    """The median counts; a run that is ended leaves the turns that it had, and other comparisons' rows."""
+    rows, called = tmp_path / "rows.json", list[str]()
+    given = ["--device=cpu", "--times=9", "--beside=inductor", "--rows", str(rows)]
+    rows.write_text('{"what": "before"}\n')
+
+    def work(compiler: Any) -> Any:
+        name = "eager" if compiler is None else compiler.backend
+
+        def run() -> tuple[Any, int]:
+            called.append(name)
+            if called.count(name) == 6 and name == "ark":
+                raise KeyboardInterrupt
+            return 0, 1
+
+        return run
+
+    with pytest.raises(KeyboardInterrupt):
+        compared.compare("title", "units/s", work, compared.arguments("").parse_args(given), lambda a, b: True)
+    names = ["eager", "inductor", "ark"]
+    assert called[:6] == ["eager"] * 2 + ["inductor"] * 2 + ["ark"] * 2, "the calls that compile"
+    assert called[6:12] == names + names[::-1]
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert found[0] == {"what": "before"} and [row["by"] for row in found[1:]] == names
+    assert all(row["runs"] == 3 and row["right"] and row["rate"] > 0 for row in found[1:])
+
+
+def test_no_turn_begins_after_the_seconds(compared: Any, tmp_path: Path) -> None:
+    given = ["--device=cpu", "--times=1000000", "--seconds=0.2", "--rows", str(tmp_path / "rows.json")]
+    slow = lambda compiler: lambda: (time.sleep(0.01), 1)  # noqa: E731
+    assert compared.compare("title", "units/s", slow, compared.arguments("").parse_args(given), lambda a, b: True)
+    found = [json.loads(line) for line in (tmp_path / "rows.json").read_text().splitlines()]
+    assert [row["by"] for row in found] == ["eager", "ark"] and all(1 <= row["runs"] <= 10 for row in found)
+
+
+ENDLESS = """
+import pathlib, subprocess, sys, time
+rows = pathlib.Path(sys.argv[sys.argv.index("--rows") + 1])
+if "--quantize=int8" in sys.argv:
+    row = '{"what": "decoding", "unit": "tokens/s", "by": "%s", "rate": 5.0, "runs": 2, "right": true}'
+    rows.write_text("\\n".join(row % by for by in ("eager", "ark")))
+subprocess.run([sys.executable, "-c", "import time; time.sleep(600)"])  # a compiler of its own
+"""
+
+
+def test_what_does_not_end_is_ended_and_keeps_its_rows(
+    tables: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import serving
+
+    (tmp_path / "decode_loop.py").write_text(ENDLESS)
+    monkeypatch.setattr(serving, "EXAMPLES", tmp_path)
+    for example, kept in (("int8", 2), ("int4", 0)):
+        monkeypatch.setattr(sys, "argv", ["", "--seconds=2", "--only", example, "--output", str(tmp_path)])
+        begin = time.monotonic()
+        assert serving.main() == 0
+        assert time.monotonic() - begin < 20
+        found = json.loads((tmp_path / "serving_cpu.json").read_text())
+        assert len(found["rows"]) == kept and found["ended_early"] == {example: "time"}
+        assert found["left_out"] == ([] if kept else [example])
+    assert "| decoding | tokens/s | 5 |  | 5 | 1.00 |  |" in capsys.readouterr().out
 
 
 @pytest.mark.changed("benchmarks/serving.py", "examples/inference/*", "examples/decode_loop.py")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +17,7 @@ from torch import Tensor
 
 import ark_torch
 from ark_torch.compile import saved
-from ark_torch.errors import CompileError
+from ark_torch.errors import CompileError, UnsupportedGraph
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -175,9 +177,56 @@ def test_bad_exports_are_refused(tmp_path: Path) -> None:
         ark_torch.export(3, (x,), tmp_path / "a")  # type: ignore[arg-type]
     with pytest.raises(FileNotFoundError, match="names a folder that is not there"):
         ark_torch.export(step, (x,), tmp_path / "none" / "a")
+    with pytest.raises(IsADirectoryError, match="path is a folder"):
+        ark_torch.export(step, (x,), tmp_path)
+    with pytest.raises(TypeError, match="kwargs is a list, not a dictionary"):
+        ark_torch.export(step, (x,), tmp_path / "a", kwargs=[1])  # type: ignore[arg-type]
     with pytest.raises(FileNotFoundError):
         ark_torch.load(tmp_path / "none")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_export_leaves_the_file_that_was_there(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"before")
+    with pytest.raises(UnsupportedGraph, match="sizes are symbolic"):
+        ark_torch.export(lambda x: torch.tanh(x)[x > 0] + 1, (torch.ones(3),), tmp_path / "a")
+    assert [one.name for one in tmp_path.iterdir()] == ["a"] and (tmp_path / "a").read_bytes() == b"before"
+
+
+def test_files_that_are_no_programs_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut anywhere, with a bit changed anywhere, of other kinds, of other versions. PyTorch reads what is whole."""
+    file, bad, x = tmp_path / "program", tmp_path / "bad", torch.linspace(-1, 1, 12)
+    ark_torch.export(lambda x: x + 1, (x,), file)  # a single operator
+    content = file.read_bytes()
+    with file.open("rb") as opened:
+        assert torch.equal(torch.compiler.load_compiled_function(opened)(x), x + 1)
+    cut = [content[:size] for size in (0, 1, 100, len(content) // 2, len(content) - 300)]
+    places = range(0, len(content) - 30, len(content) // 40)
+    changed = [content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :] for at in places]
+    torch.save({"a": x}, tmp_path / "tensors")
+    others = [b"some text", pickle.dumps({"a": 1}), (tmp_path / "tensors").read_bytes()]
+    for one in (*cut, *changed, *others):
+        bad.write_bytes(one)
+        with pytest.raises(CompileError, match=r"load: .*bad is damaged, or was not written by ark_torch\.export"):
+            ark_torch.load(bad)
+    there = saved.version()
+    monkeypatch.setattr(saved, "version", lambda: "0.0.1 (abc, PyTorch 2.99.0)")
+    with pytest.raises(CompileError, match=r"this is 0\.0\.1 \(abc, PyTorch 2\.99\.0\): export it again"):
+        ark_torch.load(file)
+    monkeypatch.setattr(saved, "version", lambda: there)
+    assert torch.equal(ark_torch.load(file)(x), x + 1)
+
+
+def test_other_calls_than_the_exported_one_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    x = torch.linspace(-1, 1, 12)
+    ark_torch.export(step, (x,), tmp_path / "step")
+    run = ark_torch.load(tmp_path / "step")
+    for given, why in ((x[:5], "size mismatch"), (x.double(), "dtype mismatch"), (x.repeat(2)[::2], "stride mismatch")):
+        with pytest.raises(RuntimeError, match=rf"load: .*step was exported for other arguments.*{why}[^\n]*this call"):
+            run(given)
+    with pytest.raises(TypeError, match="model is a Tensor, not a module"):
+        ark_torch.load(tmp_path / "step", x)  # type: ignore[arg-type]
+    torch.testing.assert_close(run(x), step(x))
 
 
 def test_portable_caches_bring_regions(tmp_path: Path) -> None:
@@ -242,7 +291,11 @@ def test_a_region_of_another_machine_or_version_is_refused(region: saved.SavedRe
         "save the program again": {"version": "0.0.1"},
         "planned otherwise": {"kernel": {**region.kernel, "source": region.kernel["source"] + " "}},
         "does not run on cpu": {"kernel": {**region.kernel, "target": {**region.kernel["target"], "name": "sm_90a"}}},
-        "cannot load a compiled plan": {"kernel": {**region.kernel, "binary": b"no library"}},
+        "its saved kernel is damaged": {"kernel": {**region.kernel, "binary": region.kernel["binary"][:-1] + b"x"}},
+        "cannot load a compiled plan": {
+            "kernel": {**region.kernel, "binary": b"no library"},
+            "checksum": hashlib.sha256(b"no library").hexdigest(),
+        },
     }
     for reason, changes in refused.items():
         with pytest.raises(CompileError, match=reason):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import platform
 import random
 import re
 from typing import Any
@@ -19,7 +20,8 @@ from ark_torch import _C, _jit
 from ark_torch.compile import build, options
 from ark_torch.errors import InvalidOption
 
-POLICIES = ("auto", "none", "all-first", "all-last")
+KNOWS_CACHES = platform.machine() == "x86_64"  # glibc tells the sizes of caches there
+POLICIES = ("auto", "none", "all-first", "all-last", "set-aside")
 
 
 def small() -> nn.Module:
@@ -119,6 +121,43 @@ def test_a_reader_on_another_thread_sees_what_passed_the_caches(compiled: Any) -
     torch.testing.assert_close(wanted, call(x))
 
 
+def test_what_a_cpu_asks_for_ahead_changes_no_bit(compiled: Any) -> None:
+    """Products of one row within and beyond the caches, with long columns, and bags of a table beyond them, whose last
+    rows are asked for from the first bag on. An index that is out of range is an error still."""
+
+    class Some(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.near, self.far = nn.Linear(100, 48), nn.Linear(4096, 2500)
+            self.table = nn.Parameter(torch.randn(300_000, 24))
+
+        def forward(self, x: Tensor, y: Tensor, index: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
+            return self.near(x), self.far(y), F.embedding_bag(index, self.table, offsets, mode="mean")
+
+    torch.manual_seed(0)
+    model, offsets = Some().eval(), torch.tensor([0, 0, 7, 50, 99])
+    given = torch.randn(1, 100), torch.randn(1, 4096), torch.randint(0, 300_000, (100,)), offsets
+    wanted = None
+    for policy in ("none", "auto"):
+        call, report = compiled(model, fallback=False, cache=policy, threads=2)
+        for _ in range(2):
+            found = call(*given)
+            wanted = wanted or found
+            assert all(map(torch.equal, found, wanted)), policy
+        if KNOWS_CACHES:
+            assert ("Prefetch::ahead" in report.regions[0].region.source()) == (policy == "auto")
+    for bad in (300_000, 1 << 60, -1):
+        wrong = given[2].clone()
+        wrong[80] = bad
+        with pytest.raises(IndexError, match=str(bad)):
+            call(*given[:2], wrong, offsets)
+    small, x = nn.Sequential(nn.Linear(100, 48), nn.Tanh(), nn.Linear(48, 30)).eval(), torch.randn(1, 100)
+    near = [compiled(small, fallback=False, cache=policy, threads=2) for policy in ("none", "auto")]
+    (plain, _), (call, report) = near
+    assert torch.equal(plain(x), call(x))
+    assert not KNOWS_CACHES or "Prefetch::none" in report.regions[0].region.source()
+
+
 def _decoding_source(compiled: Any, monkeypatch: pytest.MonkeyPatch, **caches: Any) -> str:
     """Returns the source of a decoding step with lookups and norms, at the sizes of a billion weights, for an H100."""
     found: list[str] = []
@@ -156,7 +195,13 @@ needs_nvrtc = pytest.mark.skipif(
 @pytest.mark.parametrize("policy", POLICIES)
 def test_text_of_a_gpu_compiles_without_spills(compiled: Any, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
     source = _decoding_source(compiled, monkeypatch, cache=policy)
-    hint = {"auto": "evict_first", "none": "", "all-first": "evict_first", "all-last": "evict_last"}[policy]
+    hint = {
+        "auto": "evict_first",
+        "none": "",
+        "all-first": "evict_first",
+        "all-last": "evict_last",
+        "set-aside": "evict_first",
+    }[policy]
     assert set(re.findall(r"Cache::(\w+)", source)) - {"normal"} == ({hint} if hint else set())
     assert ("Hinted<" in source) == policy.startswith("all-")
     assert f"kHintedLoads = {'true' if policy.startswith('all-') else 'false'}" in source

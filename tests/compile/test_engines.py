@@ -7,6 +7,7 @@ attention as an opaque operator that writes its result.
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,3 +69,23 @@ def test_a_fixed_number_of_tokens_leaves_only_attention_to_others(compiled: Any)
     [graph] = report.graphs
     assert [piece.runs_on for piece in graph.pieces if piece.runs_on == "ark"] == ["ark"] * 2, report
     assert [fallback.operator for fallback in graph.fallbacks] == ["engine.attention_with_output.default"]
+
+
+@pytest.mark.nightly
+def test_ahead_of_time_a_dynamic_graph_is_saved_as_inductors(tmp_path: Path) -> None:
+    """vLLM's second mode calls aot_compile() on what torch.compile returns, and loads it in its next run."""
+    layer, x = Layer().eval(), torch.randn(5, 32)
+    torch._dynamo.mark_dynamic(x, 0)
+    with torch.no_grad(), torch._dynamo.config.patch(enable_aot_compile=True):
+        made = compiled_by_an_engine(layer).aot_compile(((x,), {}))
+        made.save_compiled_function(str(tmp_path / "model"))
+        with (tmp_path / "model").open("rb") as file:
+            loaded = torch.compiler.load_compiled_function(file)
+        for call in (made, loaded):
+            for tokens in (5, 9):
+                given = torch.randn(tokens, 32)
+                torch.testing.assert_close(call(layer, given), layer(given), rtol=1e-4, atol=1e-5)
+        torch._dynamo.reset()
+        torch._dynamo.mark_dynamic(x, 0)
+        with pytest.raises(Exception, match="sizes are symbolic"):
+            compiled_by_an_engine(layer, choose="ark").aot_compile(((x,), {}))

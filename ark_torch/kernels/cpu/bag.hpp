@@ -2,7 +2,7 @@
 //
 // Bag b is indices [offsets[b], offsets[b + 1]); the last one ends at the last index, or at a last offset. The padding
 // index is ignored; an empty bag gives zeros. Sums are float32. Every offset and index is checked before its row is
-// read; an invalid one ends the step with an error.
+// read; an invalid one ends the step with an error. Prefetched rows are not read: their indices need no check.
 #pragma once
 
 #include "cpu/launch.hpp"
@@ -24,8 +24,10 @@ struct Bags {
 enum class Pooling { sum, mean, max };
 struct NoWeights {};
 
+inline constexpr int64_t kRowsAhead = 32;  // that are asked for, of this bag and of later ones
+
 // Columns [c, c + Vectors * 16) of one bag; `lanes` says how many lanes of the last vector count.
-template <Pooling kMode, int Vectors, class T, class I, class W, class Out, class Last>
+template <Pooling kMode, Prefetch kPrefetch, int Vectors, class T, class I, class W, class Out, class Last>
 ARK_INLINE void pool_columns(const Bags& s, const T* table, const I* index, int64_t from, int64_t to, int64_t count,
                              const W* weights, Out* out, int64_t c, Last last) {
   Floats total[Vectors] = {};
@@ -33,6 +35,13 @@ ARK_INLINE void pool_columns(const Bags& s, const T* table, const I* index, int6
   for (int64_t i = from; i < to; ++i) {
     const int64_t row = load_one(index + i * s.index);
     if (row == s.padding) continue;
+    if (kPrefetch == Prefetch::ahead && i + kRowsAhead < s.indices) {
+      const auto later = static_cast<uint64_t>(load_one(index + (i + kRowsAhead) * s.index));
+      const uint64_t elements = later * static_cast<uint64_t>(s.table_row) + static_cast<uint64_t>(c * s.table_column);
+      const uint64_t at = reinterpret_cast<uint64_t>(table) + elements * sizeof(T);
+      ARK_UNROLL for (int v = 0; v < Vectors; ++v)
+          __builtin_prefetch(reinterpret_cast<const void*>(at + static_cast<uint64_t>(v) * kLanes * sizeof(T)), 0, 3);
+    }
     Floats weight = splat(1.0f);
     if constexpr (!std::is_same_v<W, NoWeights>) weight = splat(load_one(weights + i * s.weight));
     ARK_UNROLL for (int v = 0; v < Vectors; ++v) {
@@ -73,7 +82,7 @@ ARK_INLINE bool offset_fits(const Context& context, int64_t offset, int64_t most
 }
 
 // Bags [b0, b1) and columns [c0, c1).
-template <Pooling kMode, class T, class I, class O, class W, class Out>
+template <Pooling kMode, Prefetch kPrefetch = Prefetch::usual, class T, class I, class O, class W, class Out>
 inline void pool(const Context& context, const Bags& s, const T* table, const I* index, const O* offsets,
                  const W* weights, Out* out, int64_t b0, int64_t b1, int64_t c0, int64_t c1) {
   if (!offset_fits(context, load_one(offsets), 0)) return;  // the first bag must start at the first index
@@ -93,9 +102,9 @@ inline void pool(const Context& context, const Bags& s, const T* table, const I*
     constexpr int kVectors = 4;
     int64_t c = c0;
     for (; c + kVectors * kLanes <= c1; c += kVectors * kLanes)
-      pool_columns<kMode, kVectors>(s, table, index, from, to, count, weights, row, c, All{});
+      pool_columns<kMode, kPrefetch, kVectors>(s, table, index, from, to, count, weights, row, c, All{});
     for_columns(c, c1, [&](int64_t column, auto lanes) ARK_BODY {
-      pool_columns<kMode, 1>(s, table, index, from, to, count, weights, row, column, lanes);
+      pool_columns<kMode, kPrefetch, 1>(s, table, index, from, to, count, weights, row, column, lanes);
     });
   }
 }

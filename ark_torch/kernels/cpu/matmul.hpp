@@ -38,6 +38,7 @@ inline constexpr int kTileRows = 1, kTileColumns = 2;
 inline constexpr int kStreams = 8;  // of b, with one row
 inline constexpr int64_t kRowBlock = 8 * kTileRows;
 inline constexpr int64_t kDepthBlock = 256;
+inline constexpr int64_t kBytesAhead = 512;  // prefetched in a column
 
 // Bytes of scratch memory that a product needs: a block of rows as float32.
 constexpr int64_t product_scratch(int64_t rows, int64_t depth) {
@@ -50,8 +51,16 @@ ARK_INLINE void finish_one(const Product& s, Out* out, const Bias* bias, int64_t
   store_one(out + r * s.out_row + c * s.out_column, sum);
 }
 
+// With few rows memory is the limit, and hardware prefetchers stop at the end of a column: asks for the same depth of
+// the next columns, or in long columns for what follows.
+template <Prefetch kPrefetch, class B>
+ARK_INLINE void prefetch(const B* at, int64_t to_next) {
+  if constexpr (kPrefetch == Prefetch::usual) __builtin_prefetch(at + to_next, 0, 2);
+  if constexpr (kPrefetch == Prefetch::ahead) __builtin_prefetch(at + kBytesAhead / sizeof(B), 0, 2);
+}
+
 // Lanes along the depth.
-template <int Rows, int Columns, class B, class Out, class Bias>
+template <int Rows, int Columns, Prefetch kPrefetch = Prefetch::usual, class B, class Out, class Bias>
 ARK_INLINE void dot_tile(const Product& s, const float* a, int64_t a_row, const B* b, Out* out, const Bias* bias,
                          int64_t r0, int64_t c0) {
   Wide total[Rows][Columns] = {};
@@ -61,9 +70,7 @@ ARK_INLINE void dot_tile(const Product& s, const float* a, int64_t a_row, const 
     ARK_UNROLL for (int r = 0; r < Rows; ++r) x[r] = load_wide(a + r * a_row + d, lanes);
     ARK_UNROLL for (int c = 0; c < Columns; ++c) {
       const Wide w = load_wide(weights + c * s.b_column + d, lanes);
-      // With few rows memory is the limit, and hardware prefetchers stop at the end of a column: prefetch the same
-      // depth of the next columns.
-      if (Rows <= 4) __builtin_prefetch(weights + (c + Columns) * s.b_column + d, 0, 2);
+      if constexpr (Rows <= 4) prefetch<kPrefetch>(weights + c * s.b_column + d, Columns * s.b_column);
       ARK_UNROLL for (int r = 0; r < Rows; ++r) add_product(total[r][c], x[r], w);
     }
   });
@@ -104,7 +111,7 @@ ARK_INLINE void outer_tile(const Product& s, const float* a, int64_t a_row, cons
 
 // Lanes along contiguous columns, few rows: rows of b are read in long runs, four at a time, and sums stay in the
 // first-level cache. An element's sum has the same order as in outer_tile.
-template <int Rows, class B, class Out, class Bias>
+template <int Rows, Prefetch kPrefetch, class B, class Out, class Bias>
 ARK_INLINE void outer_runs(const Product& s, const float* a, int64_t a_row, const B* b, Out* out, const Bias* bias,
                            int64_t r0, int64_t c0, int64_t c1) {
   constexpr int64_t kRun = 1024;
@@ -118,7 +125,7 @@ ARK_INLINE void outer_runs(const Product& s, const float* a, int64_t a_row, cons
       Floats w[Depth];
       ARK_UNROLL for (int i = 0; i < Depth; ++i) {
         w[i] = load(weights + i * s.b_depth + c, lanes);
-        __builtin_prefetch(weights + (i + Depth) * s.b_depth + c, 0, 2);
+        prefetch<kPrefetch>(weights + i * s.b_depth + c, Depth * s.b_depth);
       }
       ARK_UNROLL for (int r = 0; r < Rows; ++r) {
         Floats sum = load(&part[r][c], All{});
@@ -147,16 +154,16 @@ ARK_INLINE void outer_runs(const Product& s, const float* a, int64_t a_row, cons
 }
 
 // All columns for a tile's rows, one tile after the other.
-template <int Rows, bool kRuns, class B, class Out, class Bias>
+template <int Rows, bool kRuns, Prefetch kPrefetch, class B, class Out, class Bias>
 inline void row_group(const Product& s, const float* a, int64_t a_row, const B* b, Out* out, const Bias* bias,
                       int64_t r0, int64_t c0, int64_t c1) {
   constexpr int kColumns = Rows == 1 ? kStreams : kTileColumns;
   int64_t c = c0;
   if (s.b_depth == 1) {
-    for (; c + kColumns <= c1; c += kColumns) dot_tile<Rows, kColumns>(s, a, a_row, b, out, bias, r0, c);
-    for (; c < c1; ++c) dot_tile<Rows, 1>(s, a, a_row, b, out, bias, r0, c);
+    for (; c + kColumns <= c1; c += kColumns) dot_tile<Rows, kColumns, kPrefetch>(s, a, a_row, b, out, bias, r0, c);
+    for (; c < c1; ++c) dot_tile<Rows, 1, kPrefetch>(s, a, a_row, b, out, bias, r0, c);
   } else if (kRuns && s.b_column == 1) {
-    outer_runs<Rows>(s, a, a_row, b, out, bias, r0, c0, c1);
+    outer_runs<Rows, kPrefetch>(s, a, a_row, b, out, bias, r0, c0, c1);
   } else {
     for (; c + kColumns * kLanes <= c1; c += kColumns * kLanes)
       outer_tile<Rows, kColumns>(s, a, a_row, b, out, bias, r0, c, All{});
@@ -167,7 +174,7 @@ inline void row_group(const Product& s, const float* a, int64_t a_row, const B* 
 
 // Rows [r0, r1) and columns [c0, c1). MostRows bounds r1 - r0, and no code is generated for more. `scratch` has
 // product_scratch bytes.
-template <int64_t MostRows, class A, class B, class Out, class Bias>
+template <int64_t MostRows, Prefetch kPrefetch = Prefetch::usual, class A, class B, class Out, class Bias>
 ARK_INLINE void product(const Product& s, const A* a, const B* b, Out* out, const Bias* bias, int64_t r0, int64_t r1,
                         int64_t c0, int64_t c1, char* scratch) {
   // The columns of b that pass a block of rows together, so that they stay in the first-level cache. With few rows,
@@ -199,17 +206,18 @@ ARK_INLINE void product(const Product& s, const A* a, const B* b, Out* out, cons
       int64_t r = block;
       if constexpr (MostRows >= kTileRows && kTileRows > 1)
         for (; r + kTileRows <= block_end; r += kTileRows)
-          row_group<kTileRows, kFew>(s, rows + (r - block) * step, step, b, out, bias, r, c, c_end);
+          row_group<kTileRows, kFew, kPrefetch>(s, rows + (r - block) * step, step, b, out, bias, r, c, c_end);
       if constexpr (MostRows >= 4 && kTileRows > 4)
         for (; r + 4 <= block_end; r += 4)
-          row_group<4, kFew>(s, rows + (r - block) * step, step, b, out, bias, r, c, c_end);
+          row_group<4, kFew, kPrefetch>(s, rows + (r - block) * step, step, b, out, bias, r, c, c_end);
       if constexpr (MostRows == 3 && kTileRows > 3)
         for (; r + 3 <= block_end; r += 3)
-          row_group<3, kFew>(s, rows + (r - block) * step, step, b, out, bias, r, c, c_end);
+          row_group<3, kFew, kPrefetch>(s, rows + (r - block) * step, step, b, out, bias, r, c, c_end);
       if constexpr (MostRows >= 2 && kTileRows > 2)
         for (; r + 2 <= block_end; r += 2)
-          row_group<2, kFew>(s, rows + (r - block) * step, step, b, out, bias, r, c, c_end);
-      for (; r < block_end; ++r) row_group<1, kFew>(s, rows + (r - block) * step, step, b, out, bias, r, c, c_end);
+          row_group<2, kFew, kPrefetch>(s, rows + (r - block) * step, step, b, out, bias, r, c, c_end);
+      for (; r < block_end; ++r)
+        row_group<1, kFew, kPrefetch>(s, rows + (r - block) * step, step, b, out, bias, r, c, c_end);
     }
   }
 }

@@ -25,6 +25,9 @@
 
 namespace ark::cpu {
 
+// How a kernel asks for an operand ahead of its loads, as the plan says (csrc/compiler/graph/stage.hpp).
+enum class Prefetch : uint8_t { usual, none, ahead };
+
 #if defined(__AVX__) && !defined(__AVX512F__)
 #define ARK_LANES 0, 1, 2, 3, 4, 5, 6, 7
 inline constexpr int kLanes = 8;

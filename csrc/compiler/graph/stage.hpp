@@ -20,6 +20,13 @@ enum class CachePolicy : uint8_t {
   no_allocate,  // bypasses the first-level cache; on a CPU bypasses all caches
 };
 
+// How a CPU's kernel asks for an operand ahead of its loads, chosen in cache_policy.hpp.
+enum class Prefetch : uint8_t {
+  usual,  // as the kernel does without a plan: a product's next columns, none of a table's rows
+  none,
+  ahead,  // further on in a product's column; rows of the indices to come
+};
+
 // The part of a value that a tile touches. One axis is enough because stages view buffers through merged dimensions
 // (all sequences' heads, all batches' rows). For a value whose dimension `axis` has length L, tile [begin, end) of
 // extent E touches indices [begin*L/E, end*L/E). L is a multiple of E, or E is a multiple of L and tiles respect it
@@ -30,6 +37,7 @@ struct Access {
   bool write = false;
   bool sparse = false;  // touches a part known only at run time: a gather's table, a scatter's base
   CachePolicy cache = CachePolicy::normal;
+  Prefetch prefetch = Prefetch::usual;
 };
 
 // Pointwise operators and reductions fused into one pass over the rows of an index space: norms, softmax, residuals,

@@ -64,6 +64,7 @@ void write_stages(JsonWriter& json, const Plan& plan) {
     for (const Access& access : stage.accesses) {
       json.open('{').field("value", access.value).field("axis", access.axis).flag("write", access.write);
       json.field("operand", name_of(kind_of(plan, access))).field("cache", name_of(access.cache));
+      if (access.prefetch != Prefetch::usual) json.field("prefetch", name_of(access.prefetch));
       json.key("bytes_until_read").real(uses.bytes_until_read(index, access)).close('}');
     }
     json.close(']').close('}');

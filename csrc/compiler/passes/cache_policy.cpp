@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <set>
+#include <variant>
 #include <vector>
 
 #include "compiler/passes/cache_hints.hpp"
@@ -15,6 +16,11 @@ namespace {
 
 // The share of the cache that a step can fill beside what the launch and other work load there.
 constexpr double kNearShare = 0.8;
+
+// From so many bytes of a column on, what a CPU's product reads of it is best asked for ahead in the same column; with
+// shorter ones that is too often the next column (docs/measurements.md).
+constexpr int64_t kLongColumn = 8192, kLongColumnOfRows = 16384;
+constexpr int64_t kFewRows = 4;  // the kernels with more rows do not prefetch
 
 const Value& value_of(const Plan& plan, const Access& access) {
   return plan.graph.values()[static_cast<size_t>(access.value)];
@@ -42,6 +48,8 @@ class Choice {
       access.cache = can_hint(plan_, stage, access) ? chosen(number, stage, access) : CachePolicy::normal;
     agree(stage, &is_streamed_matrix);
     agree(stage, &is_streamed_state);
+    if (plan_.target.name == "cpu" && plan_.target.caching == CacheChoice::automatic && costs_.worker_bytes > 0)
+      prefetch(stage);
     for (Stage& next : stage.tail) {
       choose(number, next);
       // The stage's accesses include those of its tail.
@@ -66,7 +74,8 @@ class Choice {
       case CacheChoice::none: return CachePolicy::normal;
       case CacheChoice::all_first: return CachePolicy::evict_first;
       case CacheChoice::all_last: return CachePolicy::evict_last;
-      case CacheChoice::automatic: break;
+      case CacheChoice::automatic:
+      case CacheChoice::set_aside: break;
     }
     return plan_.target.name == "cpu" ? for_cpu(number, stage, access) : for_gpu(number, stage, access);
   }
@@ -88,6 +97,30 @@ class Choice {
     const bool large = bytes_of(plan_, access) >= static_cast<double>(costs_.stream_bytes);
     const bool past = costs_.stream_bytes > 0 && large && !fresh && !read && !comes_back(number, access);
     return past ? CachePolicy::no_allocate : CachePolicy::normal;
+  }
+
+  void prefetch(Stage& stage) const {
+    const auto* const product = std::get_if<MatmulStage>(&stage.body);
+    const auto* const bag = std::get_if<BagStage>(&stage.body);
+    for (Access& access : stage.accesses) {
+      if (access.write) continue;
+      if (product != nullptr && product->codes.bits == 0 && product->m <= kFewRows && access.value == product->b)
+        access.prefetch = of_matrix(*product);
+      if (bag != nullptr && access.value == bag->table &&
+          bytes_of(plan_, access) > static_cast<double>(costs_.worker_bytes))
+        access.prefetch = Prefetch::ahead;
+    }
+  }
+
+  // In a step that the workers' own caches hold, a product's loads hit, and prefetches take the place of loads. Only
+  // float32 is loaded so fast that this shows. If others use the caches between steps, one row loses least.
+  Prefetch of_matrix(const MatmulStage& product) const {
+    const Value& b = plan_.graph.values()[static_cast<size_t>(product.b)];
+    const double held = static_cast<double>(costs_.worker_bytes) * plan_.target.workers;
+    if (b.type == ScalarType::f32 && product.m == 1 && uses_.step_bytes() <= kNearShare * held) return Prefetch::none;
+    const bool along = b.strides[b.shape.size() - 2] == 1 || product.k == 1;
+    const int64_t column = product.k * size_of(b.type);
+    return along && column >= (product.m == 1 ? kLongColumn : kLongColumnOfRows) ? Prefetch::ahead : Prefetch::usual;
   }
 
   CachePolicy for_gpu(size_t number, const Stage& stage, const Access& access) {
@@ -183,6 +216,15 @@ const char* name_of(CachePolicy policy) {
   return "normal";
 }
 
+const char* name_of(Prefetch prefetch) {
+  switch (prefetch) {
+    case Prefetch::usual: return "usual";
+    case Prefetch::none: return "none";
+    case Prefetch::ahead: return "ahead";
+  }
+  return "usual";
+}
+
 const char* name_of(OperandKind kind) {
   switch (kind) {
     case OperandKind::weight: return "weight";
@@ -201,16 +243,17 @@ const char* name_of(CacheChoice choice) {
     case CacheChoice::none: return "none";
     case CacheChoice::all_first: return "all-first";
     case CacheChoice::all_last: return "all-last";
+    case CacheChoice::set_aside: return "set-aside";
   }
   return "auto";
 }
 
 CacheChoice cache_choice(const std::string& name) {
-  for (const CacheChoice one :
-       {CacheChoice::automatic, CacheChoice::none, CacheChoice::all_first, CacheChoice::all_last})
+  for (const CacheChoice one : {CacheChoice::automatic, CacheChoice::none, CacheChoice::all_first,
+                                CacheChoice::all_last, CacheChoice::set_aside})
     if (name == name_of(one)) return one;
   throw Error(ErrorKind::invalid_argument,
-              "cache is '" + name + "'; it takes 'auto', 'none', 'all-first' or 'all-last'");
+              "cache is '" + name + "'; it takes 'auto', 'none', 'all-first', 'all-last' or 'set-aside'");
 }
 
 }  // namespace ark::compiler

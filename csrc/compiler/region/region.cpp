@@ -58,6 +58,7 @@ Target costs_of(const RegionOptions& options) {
   Target target;
   if (const long bytes = ::sysconf(_SC_LEVEL3_CACHE_SIZE); bytes > 0)
     target.caches.bytes = target.caches.stream_bytes = bytes;
+  if (const long bytes = ::sysconf(_SC_LEVEL2_CACHE_SIZE); bytes > 0) target.caches.worker_bytes = bytes;
   target.workers = options.workers > 0 ? options.workers : at::get_num_threads();
   if (!options.costs.empty()) return with_costs(std::move(target), options.costs, options.costs_from);
   return options.measured_costs ? with_measured_costs(target, host_compiler(), jit::settings().log) : target;

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "compiler/emit/cuda/emit_cuda.hpp"
@@ -20,6 +21,7 @@
 #include "compiler/runtime/step_memory.hpp"
 #include "compiler/runtime/step_stamps.hpp"
 #include "compiler/schedule/plan.hpp"
+#include "cuda/persisting_cache.hpp"
 #include "jit/kernel.hpp"
 
 namespace ark::loop {
@@ -85,6 +87,7 @@ class CudaLoop {
   const jit::Kernel* kernel_ = nullptr;
   std::chrono::milliseconds timeout_ = std::chrono::minutes(1);
   StepMemories memories_;
+  std::optional<PersistingCache> aside_;  // for what tasks write and read again
 };
 
 }  // namespace ark::compiler

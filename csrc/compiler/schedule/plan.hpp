@@ -15,7 +15,8 @@
 namespace ark::compiler {
 
 // Who chooses cache policies: the compiler, or one policy for all accesses; `none`: plain loads and stores.
-enum class CacheChoice : uint8_t { automatic, none, all_first, all_last };
+// `set_aside`: the compiler, and on a GPU a part of the cache is kept for what tasks write (cuda/persisting_cache.hpp).
+enum class CacheChoice : uint8_t { automatic, none, all_first, all_last, set_aside };
 
 // The machine's properties that cache policies depend on.
 struct CacheCosts {
@@ -28,6 +29,7 @@ struct CacheCosts {
   // CPU: persistent buffers at least this large are stored past the caches; 0: none. Results are newly allocated and
   // stay plain. Figures: docs/measurements.md.
   int64_t stream_bytes = 0;
+  int64_t worker_bytes = 0;  // CPU: of the second-level cache, which each worker has for itself; 0: unknown
 };
 
 // What products of many rows cost, which a GPU multiplies tile by tile (matmul_tile.hpp). Figures of an H200.

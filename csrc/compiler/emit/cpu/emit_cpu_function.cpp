@@ -27,6 +27,13 @@ std::string FunctionWriter::cache_text(int value) const {
   return formatted("Cache::{}", name_of(cache_of(value, false)));
 }
 
+std::string FunctionWriter::prefetch_text(int value) const {
+  for (const Access& access : stage_->accesses)
+    if (access.value == value && !access.write && access.prefetch != Prefetch::usual)
+      return formatted(", Prefetch::{}", name_of(access.prefetch));
+  return "";
+}
+
 std::string FunctionWriter::named(int value, bool write, CachePolicy cache) {
   if (kept_.count(graph_.values()[value].buffer) != 0) {
     const auto found = std::find(kept_values_.begin(), kept_values_.end(), value);

@@ -41,6 +41,9 @@ class FunctionWriter {
   std::string element_pointer(int value, bool write);
   // The value's cache policy, by the stage's accesses.
   CachePolicy cache_of(int value, bool write) const;
+  // How the stage asks for the value ahead of its loads: ", Prefetch::ahead", or nothing where that is the kernel's own
+  // choice. A template argument.
+  std::string prefetch_text(int value) const;
   std::string cache_text(int value) const;  // for reads, as the device library spells it: "Cache::normal"
   // The same on a GPU, but loaded where it is used (Later of cuda/loop/task.cuh) if the value is a plain operand.
   std::string pointer_later(int value, bool write);

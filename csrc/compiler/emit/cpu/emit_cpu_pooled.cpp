@@ -78,8 +78,8 @@ void emit(FunctionWriter& to, const BagStage& bag) {
   const std::string part = axis == 0   ? formatted("begin, end, 0, {}", out.shape[1])
                            : axis == 1 ? formatted("0, {}, begin, end", out.shape[0])
                                        : formatted("0, {}, begin, {}", out.shape[0], out.shape[1]);
-  to.line("pool<Pooling::{}>(context, s, {}, {}, {}, {}, {}, {});", modes[static_cast<int>(bag.mode)], table_at,
-          index_at, offsets_at, weights, out_at, part);
+  to.line("pool<Pooling::{}{}>(context, s, {}, {}, {}, {}, {}, {});", modes[static_cast<int>(bag.mode)],
+          to.prefetch_text(bag.table), table_at, index_at, offsets_at, weights, out_at, part);
 }
 
 void emit(FunctionWriter& to, const CheckStage& check) {

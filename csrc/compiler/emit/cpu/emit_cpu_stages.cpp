@@ -170,7 +170,7 @@ void emit(FunctionWriter& to, const MatmulStage& matmul) {
     if (scaled)
       to.line("scaled_product<{}, s>({}, {});", matmul.m, operands, to.scratch_at(scratch));
     else
-      to.line("product<{}>(s, {}, {});", matmul.m, operands, to.scratch_at(scratch));
+      to.line("product<{}{}>(s, {}, {});", matmul.m, to.prefetch_text(matmul.b), operands, to.scratch_at(scratch));
   }
   nest.close();
 }

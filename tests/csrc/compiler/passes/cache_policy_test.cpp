@@ -317,8 +317,62 @@ TEST(CachePolicy, ACpuStoresPastItsCachesWhatLastsAndIsLarge) {
   EXPECT_NE(text(on_cpu(false, 4096, 0, CacheChoice::all_first)).find("store_past("), std::string::npos);
 }
 
+Target cpu_of(CacheChoice choice, int64_t worker_bytes) {
+  Target target;
+  target.workers = 2;
+  target.caching = choice;
+  target.caches.worker_bytes = worker_bytes;
+  return target;
+}
+
+// One row, or several, times the transpose of a matrix of weights.
+Plan product_on_cpu(int64_t rows, int64_t depth, int64_t columns, ScalarType type,
+                    CacheChoice choice = CacheChoice::automatic, int64_t worker_bytes = 1 << 20) {
+  GraphBuilder build;
+  const int w = build.transpose(build.parameter({columns, depth}, type)), x = build.input({rows, depth}, type);
+  build.into(build.output({rows, columns}, type), "matmul", {x, w});
+  return make_plan(build.graph, cpu_of(choice, worker_bytes));
+}
+
+TEST(CachePolicy, ACpusProductAsksAheadByWhereItsMatrixIs) {
+  const auto ways = [](const Plan& plan) {
+    const std::string text = emit_cpu(plan);
+    return std::pair(text.find("Prefetch::ahead") != std::string::npos,
+                     text.find("Prefetch::none") != std::string::npos);
+  };
+  const std::pair usual(false, false), ahead(true, false), none(false, true);
+  constexpr ScalarType f32 = ScalarType::f32, bf16 = ScalarType::bf16;
+  EXPECT_EQ(ways(product_on_cpu(1, 256, 256, f32)), none) << "the workers' caches hold it";
+  EXPECT_EQ(ways(product_on_cpu(1, 256, 256, bf16)), usual) << "half types are not loaded so fast";
+  EXPECT_EQ(ways(product_on_cpu(2, 256, 256, f32)), usual);
+  EXPECT_EQ(ways(product_on_cpu(1, 1024, 1024, f32)), usual) << "short columns, beyond the caches";
+  EXPECT_EQ(ways(product_on_cpu(1, 2048, 1024, f32)), ahead) << "long ones";
+  EXPECT_EQ(ways(product_on_cpu(1, 4096, 1024, bf16)), ahead);
+  EXPECT_EQ(ways(product_on_cpu(1, 2048, 1024, bf16)), usual);
+  EXPECT_EQ(ways(product_on_cpu(4, 2048, 1024, f32)), usual) << "with rows from 16 KB on";
+  EXPECT_EQ(ways(product_on_cpu(4, 4096, 1024, f32)), ahead);
+  EXPECT_EQ(ways(product_on_cpu(5, 4096, 1024, f32)), usual) << "that kernel does not prefetch";
+  for (const CacheChoice choice : {CacheChoice::none, CacheChoice::all_first, CacheChoice::all_last})
+    EXPECT_EQ(ways(product_on_cpu(1, 2048, 1024, f32, choice)), usual);
+  EXPECT_EQ(ways(product_on_cpu(1, 2048, 1024, f32, CacheChoice::automatic, 0)), usual) << "no such cache is known";
+}
+
+TEST(CachePolicy, ACpusBagsAskForRowsOfTablesBeyondAWorkersCache) {
+  const auto asks = [](int64_t rows, CacheChoice choice) {
+    GraphBuilder build;
+    const int table = build.parameter({rows, 64}), index = build.input({100}, ScalarType::i64),
+              offsets = build.input({5}, ScalarType::i64);
+    build.into(build.output({5, 64}), "embedding_bag", {table, index, offsets}, {{"mode", std::string("sum")}});
+    return emit_cpu(make_plan(build.graph, cpu_of(choice, 1 << 20))).find("Prefetch::ahead") != std::string::npos;
+  };
+  EXPECT_FALSE(asks(4096, CacheChoice::automatic));
+  EXPECT_TRUE(asks(4097, CacheChoice::automatic));
+  EXPECT_FALSE(asks(4097, CacheChoice::none));
+}
+
 TEST(CachePolicy, NamesOfChoices) {
-  for (const char* name : {"auto", "none", "all-first", "all-last"}) EXPECT_STREQ(name_of(cache_choice(name)), name);
+  for (const char* name : {"auto", "none", "all-first", "all-last", "set-aside"})
+    EXPECT_STREQ(name_of(cache_choice(name)), name);
   EXPECT_THROW(cache_choice("first"), ark::Error);
 }
 
