@@ -62,10 +62,15 @@ constexpr uint32_t blocks_of_a_sharer(int ranks) {
   return 64 / ranks;
 }
 
+// Blocks of the bulk rings of each set; 0: none, which saves 2 MB a peer and set (of two ranks 4 MB).
+struct BulkBlocks {
+  uint32_t collectives = 0, results = 0, transfers = 0;
+};
+
 struct ArenaLayout {
-  // ring_blocks: lanes of the bulk rings; 0: none. device_each: no two ranks share a device; otherwise blocks are at
-  // most blocks_of_a_sharer(). host_blocks: blocks of a launch if the memory is the host's; 0: it is the devices'.
-  explicit ArenaLayout(int ranks, uint32_t ring_blocks = 0, bool device_each = true, uint32_t host_blocks = 0);
+  // device_each: no two ranks share a device; otherwise blocks are at most blocks_of_a_sharer(). host_blocks: blocks of
+  // a launch if the memory is the host's; 0: it is the devices'.
+  explicit ArenaLayout(int ranks, BulkBlocks bulk = {}, bool device_each = true, uint32_t host_blocks = 0);
 
   size_t control;                             // own: device::GroupControl
   size_t peer_test;                           // only PeerTest writes here (peer_test.hpp)
@@ -90,7 +95,7 @@ inline uint32_t ArenaLayout::host_lanes(int ranks, uint64_t bytes, uint32_t most
   return static_cast<uint32_t>(std::clamp<uint64_t>(fit / 4 * 4, 4, most));
 }
 
-inline ArenaLayout::ArenaLayout(int ranks, uint32_t ring_blocks, bool device_each, uint32_t host_blocks) {
+inline ArenaLayout::ArenaLayout(int ranks, BulkBlocks bulk, bool device_each, uint32_t host_blocks) {
   const bool on_host = host_blocks != 0;
   size_t at = 0, own_at = 0;
   const auto take_at = [](size_t& place, size_t bytes) {
@@ -133,17 +138,19 @@ inline ArenaLayout::ArenaLayout(int ranks, uint32_t ring_blocks, bool device_eac
   collectives = rings(lanes);
   results = rings(lanes);
   transfers = rings(lanes / 2);
-  if (ring_blocks != 0) {
-    // Per pair of ranks: what a link carries in about 10 us.
-    const uint32_t chunks = (ranks <= 2 ? 4 << 20 : 2 << 20) / device::kBulkChunk;
-    const uint32_t depth = std::bit_floor(chunks / ring_blocks);
-    for (RingSet* const set : {&collectives, &results, &transfers}) {
-      // Launches of transfers with all peers may wait at once, on a multiprocessor each.
-      const uint32_t most = set == &transfers ? std::max(64 / (ranks - 1), 1) : ring_blocks;
-      set->bulk = table(std::min(ring_blocks, most), depth * device::kBulkChunk);
-      set->bulk.depth = depth;
-    }
-  }
+  // Per pair of ranks: what a link carries in about 10 us.
+  const uint32_t chunks = (ranks <= 2 ? 4 << 20 : 2 << 20) / device::kBulkChunk;
+  const auto bulk_table = [&](uint32_t blocks, uint32_t most) {
+    if (blocks == 0) return device::RingTable{};
+    const uint32_t depth = std::bit_floor(chunks / blocks);
+    device::RingTable made = table(std::min(blocks, most), depth * device::kBulkChunk);
+    made.depth = depth;
+    return made;
+  };
+  collectives.bulk = bulk_table(bulk.collectives, bulk.collectives);
+  results.bulk = bulk_table(bulk.results, bulk.results);
+  // Launches of transfers with all peers may wait at once, on a multiprocessor each.
+  transfers.bulk = bulk_table(bulk.transfers, std::max(64 / (ranks - 1), 1));
   total = at;
   own_total = own_at;
 }

@@ -33,7 +33,7 @@ enum class Peers { reached, unreached, lying, unable };
 // Shares the arena on the GPUs and returns the outcome.
 Peers share_on_peers(MemoryMeeting& meeting, const ArenaMemory::Options& options, const CudaDispatch& dispatch,
                      ArenaMemory& arena, std::string& why) {
-  const ArenaLayout layout(options.size, ring_blocks_of(dispatch), options.device_each);
+  const ArenaLayout layout(options.size, bulk_blocks_of(dispatch), options.device_each);
   bool allocated = false;
   arena.parts = SymmetricMemory::create(meeting, sharing_of(options, layout, false), why, &allocated);
   if (arena.parts.empty()) return allocated ? Peers::unreached : Peers::unable;
@@ -55,7 +55,7 @@ Peers share_on_peers(MemoryMeeting& meeting, const ArenaMemory::Options& options
 
 bool share_on_host(MemoryMeeting& meeting, const ArenaMemory::Options& options, uint32_t blocks, ArenaMemory& arena,
                    std::string& why) {
-  const ArenaLayout layout(options.size, 0, options.device_each, blocks);
+  const ArenaLayout layout(options.size, {}, options.device_each, blocks);
   const auto keep_own = [&] { arena.own = DeviceMemory::allocate(options.device, layout.own_total); };
   if (!meeting.step(keep_own, why)) return false;
   arena.parts = SymmetricMemory::create(meeting, sharing_of(options, layout, true), why);
@@ -96,7 +96,7 @@ std::optional<ArenaMemory> ArenaMemory::share(KeyValueStore& store, const Option
 
 HostUse host_use(int ranks, bool by_nccl) {
   const CudaDispatch dispatch = CudaDispatch::measured(ranks).through_host(ranks, by_nccl);
-  const uint64_t bytes = ArenaLayout(ranks, 0, true, host_blocks_of(dispatch)).total;
+  const uint64_t bytes = ArenaLayout(ranks, {}, true, host_blocks_of(dispatch)).total;
   return {(bytes + kHostPage - 1) / kHostPage * kHostPage, dispatch.nccl_all_gather_from, dispatch.nccl_all_gather_to};
 }
 

@@ -38,6 +38,15 @@ struct ArenaMemory {
   std::string why_on_host;  // empty: requested by the user
 };
 
+// The sets of rings whose bulk rings a dispatch uses.
+inline BulkBlocks bulk_blocks_of(const CudaDispatch& dispatch) {
+  const auto blocks = [&](bool used) { return used ? static_cast<uint32_t>(dispatch.ring_blocks) : 0; };
+  const bool sums = dispatch.bulk_from != CudaDispatch::kNever;
+  return {.collectives = blocks(sums || dispatch.bulk_move_from != CudaDispatch::kNever),
+          .results = blocks(sums),
+          .transfers = blocks(dispatch.bulk_send_from != CudaDispatch::kNever)};
+}
+
 // What a group without peer access uses, for `ark doctor`.
 struct HostUse {
   uint64_t bytes_a_rank;        // pinned memory per rank

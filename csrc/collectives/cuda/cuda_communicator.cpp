@@ -78,7 +78,7 @@ CudaCommunicator::CudaCommunicator(int rank, int size, GroupHealth& health, std:
       timeout_(options.timeout),
       dispatch_(*options.dispatch),
       arena_(std::move(arena)),
-      layout_(size, ring_blocks_of(dispatch_), options.device_each, arena_.on_host ? host_blocks_of(dispatch_) : 0),
+      layout_(size, bulk_blocks_of(dispatch_), options.device_each, arena_.on_host ? host_blocks_of(dispatch_) : 0),
       status_(std::make_unique<PinnedMemory>(options.device, sizeof(Status))),
       watch_(health, &host_status()->group, options.log, options.note),
       device_each_(options.device_each),

@@ -93,14 +93,6 @@ struct CudaDispatch {
   CudaDispatch through_host(int ranks, bool by_nccl) const;
 };
 
-// Lanes of the bulk rings; 0 if they are not used.
-inline uint32_t ring_blocks_of(const CudaDispatch& dispatch) {
-  constexpr uint64_t kNever = CudaDispatch::kNever;
-  const bool any =
-      dispatch.bulk_from != kNever || dispatch.bulk_move_from != kNever || dispatch.bulk_send_from != kNever;
-  return any ? static_cast<uint32_t>(dispatch.ring_blocks) : 0;
-}
-
 inline uint32_t host_blocks_of(const CudaDispatch& dispatch) {
   return static_cast<uint32_t>(dispatch.host_blocks);
 }

@@ -5,6 +5,8 @@
 
 #include <vector>
 
+#include "collectives/cuda/arena_memory.hpp"
+
 namespace ark {
 namespace {
 
@@ -53,7 +55,7 @@ TEST(Lanes, BlocksShareAMessage) {
       EXPECT_EQ(end, bytes);
     }
     for (const int ranks : {2, 4, 8}) {
-      const ArenaLayout layout(ranks, blocks);
+      const ArenaLayout layout(ranks, {blocks, blocks, blocks});
       EXPECT_EQ(layout.results.bulk.lanes, blocks);
       EXPECT_GE(layout.results.bulk.depth, 4u);
       EXPECT_TRUE(std::has_single_bit(layout.results.bulk.depth));
@@ -63,13 +65,38 @@ TEST(Lanes, BlocksShareAMessage) {
       EXPECT_LE(layout.transfers.bulk.lanes * 2 * (ranks - 1), 128u) << "transfers with all peers wait at once";
     }
   }
-  EXPECT_EQ(ArenaLayout(2).collectives.bulk.lanes, 0u);
+}
+
+// Bulk rings take memory only where the dispatch uses them.
+TEST(Arena, HasTheBulkRingsThatTheDispatchUses) {
+  constexpr uint64_t kTable = 4 << 20;  // of two ranks
+  CudaDispatch dispatch;
+  const auto layout = [&] { return ArenaLayout(2, bulk_blocks_of(dispatch)); };
+  const uint64_t without = layout().total;
+  for (const RingSet& set : {layout().collectives, layout().results, layout().transfers}) EXPECT_EQ(set.bulk.lanes, 0u);
+  const auto takes = [&](uint32_t collectives, uint32_t results, uint32_t transfers) {
+    const ArenaLayout made = layout();
+    EXPECT_EQ(made.collectives.bulk.lanes, collectives);
+    EXPECT_EQ(made.results.bulk.lanes, results);
+    EXPECT_EQ(made.transfers.bulk.lanes, transfers);
+    const uint64_t tables = (collectives + results + transfers) / dispatch.ring_blocks * kTable;
+    EXPECT_GE(made.total, without + tables);
+    EXPECT_LT(made.total, without + tables + kTable / 16);
+  };
+  dispatch.bulk_move_from = 1 << 20;
+  takes(16, 0, 0);
+  dispatch.bulk_from = 1 << 20;
+  takes(16, 16, 0);
+  dispatch.bulk_send_from = 1 << 20;
+  takes(16, 16, 16);
+  dispatch.bulk_from = dispatch.bulk_move_from = CudaDispatch::kNever;
+  takes(0, 0, 16);
 }
 
 // Ranks that share a device: two launches of each at once, one block per lane, on 128 multiprocessors.
 TEST(Lanes, OfAllSharersHaveRoomAtOnce) {
   for (const int ranks : {2, 3, 4, 5, 8}) {
-    const ArenaLayout layout(ranks, 0, false);
+    const ArenaLayout layout(ranks, {}, false);
     for (const RingSet& set : {layout.collectives, layout.results, layout.transfers}) {
       EXPECT_GE(set.lines.lanes, 1u);
       EXPECT_LE(2 * ranks * set.lines.lanes, 128u);
@@ -86,7 +113,7 @@ TEST(Lanes, NothingTakesNone) {
 TEST(Arena, OnTheHostTakesLittle) {
   for (int ranks = 2; ranks <= device::kMaxRanks; ++ranks) {
     for (const auto& [device_each, blocks] : {std::pair(true, 16u), {true, 64u}, {false, 4u}}) {
-      const ArenaLayout layout(ranks, 0, device_each, blocks), on_devices(ranks, 0, device_each);
+      const ArenaLayout layout(ranks, {}, device_each, blocks), on_devices(ranks, {}, device_each);
       const uint64_t pages = (layout.total + kHostPage - 1) / kHostPage;
       EXPECT_LE(pages * kHostPage * ranks, uint64_t{64} << 20) << ranks;
       EXPECT_GE(layout.collectives.chunks.lanes, 4u) << ranks;
