@@ -107,6 +107,20 @@ def test_collectives_divide_as_in_the_code() -> None:
     assert calls == [("all_to_all", 2 * slice_), ("all_to_all", 2 * 16)]
 
 
+@pytest.mark.parametrize(
+    ("operation", "size", "requests"),
+    [
+        ("all_reduce", 8 * KB, 8), ("all_reduce", 6 * MB, 256), ("all_gather", 4 * MB, 64),
+        ("reduce_scatter", 4 * MB, 64), ("all_to_all", 4 * MB, 128), ("broadcast", 64 * KB, 2),
+        ("broadcast", 4 * MB, 64),
+    ],
+)  # fmt: skip
+def test_the_code_asks_as_often(operation: str, size: int, requests: int) -> None:
+    """The code's own figures: NodesTest.AsksAsOftenAsTheSimulatorSays in nodes_communicator_test.cpp."""
+    _, nodes = _stages(operation, size, 4)
+    assert nodes.writes == requests
+
+
 @pytest.mark.parametrize("operation", collective.OPERATIONS)
 def test_bytes_and_bandwidth(operation: str) -> None:
     size = 64 * MB
