@@ -272,6 +272,21 @@ TEST_F(ChannelTest, StatesAreEnteredInTheirOrder) {
   EXPECT_THROW(a.signal(1u << 24), Error);
 }
 
+TEST_F(ChannelTest, AnAddressThatCannotBeReachedIsTold) {
+  auto engine = new_engine();
+  Channel a(engine, 0, 1, 2, {}), b(engine, 1, 0, 2, {});
+  control().unreachable = 1;
+  try {
+    a.connect(b.endpoint(), 4096);
+    FAIL();
+  } catch (const Error& error) {
+    const std::string text = error.message() + " " + error.context().remedy;
+    EXPECT_NE(text.find("the connection to rank 1 cannot become ready to receive on pretend0"), std::string::npos)
+        << text;
+    EXPECT_NE(text.find("`ping` 10.77.0.1 from the NIC's interface"), std::string::npos) << text;
+  }
+}
+
 TEST_F(ChannelTest, ADeviceWithoutQueuePairsSaysSo) {
   auto engine = new_engine();
   control().refuse_pairs = 1;

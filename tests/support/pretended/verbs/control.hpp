@@ -25,6 +25,7 @@ struct Control {
   std::atomic<uint32_t> link_down_1;   // as link_down, of device 1 alone
   std::atomic<uint32_t> port_down_1;   // as port_down, of device 1 alone
   std::atomic<uint32_t> refuse_dma_buf;
+  std::atomic<uint32_t> unreachable;  // peers' addresses cannot be resolved
 };
 
 // Live objects and events of this process.

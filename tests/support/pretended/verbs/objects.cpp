@@ -442,6 +442,7 @@ int ibv_modify_qp(ibv_qp* base, ibv_qp_attr* attributes, int mask) {
         return error;
       if (attributes->path_mtu < IBV_MTU_256 || attributes->path_mtu > IBV_MTU_4096) return EINVAL;
       if (!attributes->ah_attr.is_global) return EINVAL;  // required by every RoCE device
+      if (pretend_control()->unreachable.load()) return ETIMEDOUT;
       kept.dest_qp_num = attributes->dest_qp_num;
       pair.expected = attributes->rq_psn;
       break;
