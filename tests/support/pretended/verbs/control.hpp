@@ -36,9 +36,15 @@ struct Counts {
   std::atomic<uint64_t> bytes_of[2];  // that devices were asked to send
 };
 
+// What the queue pair that changed its state last was given.
+struct Given {
+  std::atomic<uint32_t> pkey_index, port, mtu, gid_index, traffic_class, service_level, timeout, retry_count, rnr_retry;
+};
+
 }  // namespace pretended
 
 extern "C" {
+pretended::Given* pretend_given();
 pretended::Control* pretend_control();
 pretended::Counts* pretend_counts();
 void pretend_break_pairs();   // puts all queue pairs of the process into the error state
