@@ -179,7 +179,6 @@ Given* pretend_given() {
   static Given given;
   return &given;
 }
-
 Counts* pretend_counts() {
   static Counts counts;
   return &counts;
@@ -437,10 +436,11 @@ int ibv_modify_qp(ibv_qp* base, ibv_qp_attr* attributes, int mask) {
     return pair.base.state == from && (mask & bits) == bits ? 0 : EINVAL;
   };
   ibv_qp_attr& kept = pair.attributes;
+  Given& given = *pretend_given();
   switch (attributes->qp_state) {
     case IBV_QPS_INIT:
       if (const int error = needs(IBV_QPS_RESET, IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS)) return error;
-      pretend_given()->pkey_index = attributes->pkey_index, pretend_given()->port = attributes->port_num;
+      given.pkey_index = attributes->pkey_index, given.port = attributes->port_num;
       break;
     case IBV_QPS_RTR:
       if (const int error = needs(IBV_QPS_INIT, IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
@@ -449,9 +449,8 @@ int ibv_modify_qp(ibv_qp* base, ibv_qp_attr* attributes, int mask) {
       if (attributes->path_mtu < IBV_MTU_256 || attributes->path_mtu > IBV_MTU_4096) return EINVAL;
       if (!attributes->ah_attr.is_global) return EINVAL;  // required by every RoCE device
       if (pretend_control()->unreachable.load()) return ETIMEDOUT;
-      pretend_given()->mtu = 128 << attributes->path_mtu, pretend_given()->service_level = attributes->ah_attr.sl;
-      pretend_given()->gid_index = attributes->ah_attr.grh.sgid_index;
-      pretend_given()->traffic_class = attributes->ah_attr.grh.traffic_class;
+      given.mtu = 128 << attributes->path_mtu, given.service_level = attributes->ah_attr.sl;
+      given.gid_index = attributes->ah_attr.grh.sgid_index, given.traffic_class = attributes->ah_attr.grh.traffic_class;
       kept.dest_qp_num = attributes->dest_qp_num;
       pair.expected = attributes->rq_psn;
       break;
@@ -462,8 +461,7 @@ int ibv_modify_qp(ibv_qp* base, ibv_qp_attr* attributes, int mask) {
       kept.timeout = attributes->timeout;
       kept.retry_cnt = attributes->retry_cnt;
       kept.rnr_retry = attributes->rnr_retry;
-      pretend_given()->timeout = kept.timeout, pretend_given()->retry_count = kept.retry_cnt;
-      pretend_given()->rnr_retry = kept.rnr_retry;
+      given.timeout = kept.timeout, given.retry_count = kept.retry_cnt, given.rnr_retry = kept.rnr_retry;
       pair.acknowledged = pair.next = pair.end = attributes->sq_psn;
       break;
     case IBV_QPS_ERR: fail_pair(pair, IBV_WC_WR_FLUSH_ERR); return 0;
