@@ -8,6 +8,7 @@
 
 #include "bindings_plan.hpp"
 #include "collectives/carried_path.hpp"
+#include "collectives/cuda/between/nodes_communicator.hpp"
 #include "collectives/node_plan.hpp"
 #include "process_group/process_group_ark.hpp"
 
@@ -67,6 +68,32 @@ py::dict sizes() {
   return made;
 }
 
+// How the kernels between nodes cut a message of a rail.
+py::dict between_message(int nodes, uint64_t bytes) {
+  if (nodes < 2 || nodes > device::kMostNodes)
+    throw py::value_error(std::to_string(nodes) + " nodes: kernels are made for 2 to " +
+                          std::to_string(device::kMostNodes));
+  const rdma::GpuWindow::Shape shape = rdma::GpuWindow::Shape::of(nodes);
+  std::vector<uint64_t> lanes;
+  for (uint32_t lane = 0; lane < device::between_lanes(bytes, shape.lanes); ++lane)
+    lanes.push_back(device::between_part(bytes, lane, shape.lanes).bytes);
+  py::dict made;
+  made["lanes"] = lanes;
+  made["chunk"] = shape.chunk_bytes;
+  made["slots"] = shape.slots;
+  return made;
+}
+
+py::dict between_sizes() {
+  py::dict made;
+  made["whole"] = NodesCommunicator::kWhole;
+  made["unit"] = NodesCommunicator::kUnit;
+  made["scratch"] = BetweenStage::scratch_of(BetweenStage::Setup{}.scratch_bytes);
+  made["most_nodes"] = device::kMostNodes;
+  made["most_places"] = device::kMostPlaces;
+  return made;
+}
+
 std::vector<int> nodes_of(const ProcessGroupArk& group) {
   std::vector<int> nodes(static_cast<size_t>(group.getSize()), 0);
   if (const auto& plan = group.core()->plan)
@@ -82,6 +109,9 @@ void bind_nodes(py::module_& m) {
   m.def("_carried_path", &path_of, py::arg("kind"), py::arg("bytes"), py::arg("element"), py::arg("partial"),
         py::arg("node_of"), "(way, piece, pieces): carried_path.hpp");
   m.def("_carried_sizes", &sizes);
+  m.def("_between_message", &between_message, py::arg("nodes"), py::arg("bytes"),
+        "Of a message between nodes on CUDA tensors: bytes of each lane, of a chunk, and slots (cuda/between.cuh)");
+  m.def("_between_sizes", &between_sizes, "Of NodesCommunicator");
 }
 
 }  // namespace ark

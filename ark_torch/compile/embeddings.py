@@ -170,7 +170,7 @@ class Exchange:
             raise NotFused("how many tables ranks have depends on the batch")
         with unset_fake_temporarily():
             self.final, self.tables_first = self._placed(self._sent_tables_first())
-        if sum(not isinstance(n, int) for n in self.final.meta["val"].shape) > 1:
+        if self._shape().count(-1) > 1:
             raise NotFused(f"more than one size of {self.final.name} is symbolic")
 
     def _tables_of(self, trial: Trial) -> list[int]:
@@ -229,6 +229,11 @@ class Exchange:
                     return final, first
         raise NotFused("what is received is not put in the order of samples, ranks and tables, or is read before")
 
+    def _shape(self) -> list[int]:
+        """The result's, -1 for what depends on the batch."""
+        first, *_, last = [trial.shape(self.final) for trial in (*self.trials, *self.trials)]
+        return [n if n == other else -1 for n, other in zip(first, last, strict=True)]
+
     @property
     def arguments(self) -> tuple[Any, ...]:
         """Those that the operator and its backward pass share."""
@@ -241,14 +246,15 @@ class Exchange:
 
     def replace(self) -> tuple[Node, Node]:
         """Returns the operator's node, and that of its result in the shape that is read."""
+        for trial in self.trials:
+            trial.fix()
         graph, final = self.wait.graph, self.final
         value = final.meta["val"]
         with graph.inserting_before(self.started):
             args = (*self.arguments, [], None, 0.0)
             fused = graph.call_function(torch.ops.ark.embedding_bag_all_to_all.default, args)
             fused.meta["val"] = self.wait.meta["val"].new_empty((self.samples, sum(self.tables), self.columns))
-            shape = [n if isinstance(n, int) else -1 for n in value.shape]
-            result = graph.call_function(aten.view.default, (fused, shape))
+            result = graph.call_function(aten.view.default, (fused, self._shape()))
             result.meta["val"] = value.new_empty(value.shape)
         inherit(fused, self.bags[0].args[0])  # type: ignore[arg-type]
         final.replace_all_uses_with(result)

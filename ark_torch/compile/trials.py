@@ -2,7 +2,9 @@
 
 Fixed sizes are their own numbers. Sizes that depend on one symbol, as those of a batch, get numbers from two values of
 it. What the moves do for both is taken to hold for all: strides and bounds of views are polynomials in the symbol, and
-the values are neither small nor equal to other sizes.
+the values are neither small nor equal to other sizes. Other symbols, as a number of tables, have the value that they
+have in this call, and fix() makes the graph's guards hold it: a number is a symbol on some ranks and fixed on others
+(torch._dynamo has no symbols for 0 and 1), and all ranks must fuse or none.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ class Trial:
 
     def __init__(self, symbol: Any = None, value: int = 0) -> None:
         self._values = {} if symbol is None else {symbol: value}
+        self._taken: dict[Any, Any] = {}  # other symbols -> whose they are (torch's ShapeEnv)
 
     def __call__(self, size: Any) -> int:
         """Takes a number, a symbolic size, or the node of one."""
@@ -32,10 +35,19 @@ class Trial:
             return size
         if not isinstance(size, torch.SymInt):
             raise NotFused("its moves read other tensors")
-        number = size.node.expr.subs(self._values)
-        if not number.is_Integer:
+        number, shapes = size.node.expr.subs(self._values), size.node.shape_env
+        known = shapes.backed_var_to_val if hasattr(shapes, "backed_var_to_val") else shapes.var_to_val  # by version
+        others = {symbol: known[symbol] for symbol in number.free_symbols if symbol in known}
+        number = number.subs(others)
+        if not number.is_Integer or (others and shapes.frozen):
             raise NotFused("its sizes depend on several symbols, or not on its batch")
+        self._taken.update(dict.fromkeys(others, shapes))
         return int(number)
+
+    def fix(self) -> None:
+        """Compiles the graph again when a symbol beside the batch's, of those that were met, has another value."""
+        for symbol, shapes in self._taken.items():
+            shapes.evaluate_expr(symbol)
 
     def shape(self, node: Node) -> tuple[int, ...]:
         value = tensor_of(node)

@@ -18,7 +18,7 @@ ELEMENT = 4
 MOST_PIECES = 16  # simulated; a longer tensor has that many longer pieces
 
 
-def _extension() -> Any:
+def extension() -> Any:
     from ark_torch import _autoload
 
     _autoload.ready()
@@ -49,7 +49,7 @@ class Plan:
 
 
 def plan_of(node_of: tuple[int, ...], rank: int) -> Plan:
-    told = _extension()._node_plan(list(node_of), rank)
+    told = extension()._node_plan(list(node_of), rank)
     node = next(i for i, members in enumerate(told["members"]) if rank in members)
     return Plan(rank, node, told["members"][node].index(rank), **told)
 
@@ -62,7 +62,7 @@ def plans(node_of: tuple[int, ...], ranks: int) -> list[Plan]:
 
 @cache
 def sizes() -> dict[str, int]:
-    made: dict[str, int] = _extension()._carried_sizes()
+    made: dict[str, int] = extension()._carried_sizes()
     return made
 
 
@@ -70,7 +70,7 @@ def sizes() -> dict[str, int]:
 def path_of(operation: str, size: int, node_of: tuple[int, ...]) -> tuple[str, int, int]:
     """(way, bytes of a piece, pieces) of a rank's `size` bytes, counted as in carried_path.hpp."""
     size = max(ELEMENT, size // ELEMENT * ELEMENT)
-    way, piece, pieces = _extension()._carried_path(operation, size, ELEMENT, ELEMENT, list(node_of))
+    way, piece, pieces = extension()._carried_path(operation, size, ELEMENT, ELEMENT, list(node_of))
     return way, piece, pieces
 
 

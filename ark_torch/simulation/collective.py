@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from ark_torch.simulation import algorithms, between_nodes, carried, shared_memory
+from ark_torch.simulation import algorithms, between_nodes, carried, rdma, shared_memory
 from ark_torch.simulation.machine import Machine
 from ark_torch.simulation.processes import Call, Host, back_to_back
 from ark_torch.simulation.world import Mail, World
@@ -15,6 +15,7 @@ from ark_torch.simulation.world import Mail, World
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 FOLD_FROM = 5  # from this number of nodes, one stands for all
 MOST_PROCESSES = 128  # of several nodes, which are simulated one by one
+NETS = ("nccl", "rdma")  # what carries CUDA tensors between nodes
 ENGINES = ("packets", "lines", "chunks", "bulk", "copy_engine")
 
 
@@ -103,14 +104,19 @@ def simulate(
     engine: str | None = None,
     folded: bool | None = None,
     calls: int = 1,
+    net: str = "nccl",
 ) -> Simulated:
     """Simulates one collective. `size`: bytes of the larger side, like nccl-tests. Raises BadMachine and BadCall.
 
     dispatch: fields of CudaDispatch that differ from the measured defaults. engine: overrides the tables. folded:
     whether one node stands for all; None: from FOLD_FROM nodes of GPUs, beyond MOST_PROCESSES processes. calls: of
-    processes, back to back; the time is of one.
+    processes, back to back; the time is of one. net: one of NETS, of GPUs on several nodes.
     """
     check(operation, size)
+    if net not in NETS:
+        raise BadCall(f"there is no net {net!r} between nodes; it is one of {', '.join(NETS)}")
+    if net == "rdma" and machine.kind == "cpu":
+        raise BadCall(f"net 'rdma' is simulated for GPUs, not for the processes of {machine.name}, which use Gloo")
     nodes = -(-ranks // machine.node_ranks)
     if engine is not None and (nodes > 1 or machine.kind == "cpu"):
         raise BadCall(
@@ -123,6 +129,8 @@ def simulate(
     world = World(machine, ranks, fold)
     if machine.kind == "cpu":
         return _of_processes(machine, world, operation, size, calls)
+    if world.nodes > 1 and net == "rdma":
+        return _by_rdma(machine, operation, size, ranks, fold)
     if world.nodes > 1:
 
         def mail_of(what: str, bytes_here: float) -> Mail:
@@ -149,6 +157,20 @@ def simulate(
 def _done(world: World, us: float, engine: str, algorithm: str) -> Simulated:
     network = world.network
     return Simulated(us, engine, algorithm, sum(network.sent.values()), sum(network.received.values()))
+
+
+def _by_rdma(machine: Machine, operation: str, size: int, ranks: int, folded: bool) -> Simulated:
+    @cache
+    def of_node(what: str, bytes_here: int) -> tuple[float, int]:
+        one = simulate(machine, what, bytes_here, machine.node_ranks)
+        return one.us, one.sent
+
+    try:
+        nodes = rdma.Nodes(machine, ranks, of_node, folded)
+    except rdma.BadNodes as error:
+        raise BadCall(str(error)) from None
+    nodes.run(operation, size)
+    return Simulated(nodes.us, "rdma", "nodes", nodes.sent, nodes.sent)
 
 
 def _on_gpus(machine: Machine, world: World, operation: str, algorithm: str, name: str, size: int, whole: int) -> float:

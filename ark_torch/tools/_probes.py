@@ -376,7 +376,7 @@ def collective() -> Iterator[Row]:
 def nodes() -> Iterator[Row]:
     """The nodes of a job's ranks, and the transport between nodes; only a job knows them."""
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
-        yield Row("nodes", INFO, "not in a job: `torchrun ... -m ark_torch.tools.doctor` shows a job's plan")
+        yield Row("nodes", INFO, "not in a job: `torchrun ... -m ark_torch doctor` shows a job's plan")
         return
     good, text = child("-m", "ark_torch.tools._probe_collective", "job", seconds=120)
     advice = "" if good else "see whether the machines reach each other; GLOO_SOCKET_IFNAME names the interface"

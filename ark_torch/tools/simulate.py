@@ -17,6 +17,8 @@ examples:
   ark simulate all_reduce 64M                     two H200, with what carried it
   ark simulate all_reduce 1K 1M 1G --ranks 2 64   each size on each number of GPUs
   ark simulate all_to_all 16M --ranks 1024 --rail 800 --json
+  ark simulate all_reduce 64M --ranks 16 --net rdma
+                                                  two nodes of eight as ARK_NET=rdma carries them
   ark simulate --list                             the machines that are known
   ark simulate all_reduce 1M --machine mine.json  a machine of your own: print one with --show, change it
 
@@ -41,6 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--rail", type=float, metavar="GBIT", help="Gbit/s of a rank's rail to other nodes, instead of the machine's")
     add("--rail-latency", type=float, metavar="US", help="of a message between nodes, instead of the machine's")
     add("--engine", help="this one within a node, whatever the tables say: packets, lines, chunks, bulk, copy_engine")
+    add("--net", default="nccl", help="what carries GPUs' tensors between nodes: nccl or rdma (default: %(default)s)")
     add("--json", action="store_true", help="print a JSON list")
     add("--list", action="store_true", help="print the known machines and what they were fitted to")
     add("--show", action="store_true", help="print the machine as JSON")
@@ -100,7 +103,7 @@ def simulated(machine: Any, options: argparse.Namespace) -> list[dict[str, Any]]
     rows = []
     for ranks in options.ranks:
         for size in map(parse_size, options.sizes):
-            one = collective.simulate(machine, options.operation, size, ranks, engine=options.engine)
+            one = collective.simulate(machine, options.operation, size, ranks, engine=options.engine, net=options.net)
             rows.append({
                 "machine": machine.name, "operation": options.operation, "ranks": ranks, "bytes": size,
                 "us": one.us, "gbps": size / one.us * 1e-3, "algorithm": one.algorithm, "engine": one.engine,

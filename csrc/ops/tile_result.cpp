@@ -31,6 +31,7 @@ device::TileReport& local_report(int device, bool on_device) {
 at::Tensor allocate_result(ProcessGroupArk& group, at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device) {
   if (is_capturing(device)) return {};
   at::Tensor out = group.allocate_registered(sizes, dtype, device);
+  if (!out.defined() && group.getSize() > 1) group.tell_of_copies();
   return out.defined() ? out : at::empty(sizes, at::TensorOptions(dtype).device(device));
 }
 

@@ -225,6 +225,8 @@ class ProcessGroupArk : public c10d::Backend {
   std::optional<device::TileReport> tile_failure() const;
   // Allocates an uninitialised CUDA tensor that can be registered, if the group has registered memory; else undefined.
   at::Tensor allocate_registered(at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device);
+  // Logs, once, that results of fused operators are copied since the group has no registered memory.
+  void tell_of_copies();
   // Throws the error that ended the group on this device, if any.
   void check_region(const char* name, c10::Device device);
 
@@ -329,7 +331,7 @@ class ProcessGroupArk : public c10d::Backend {
   std::unique_ptr<Registration> registration_;
   std::optional<Error> registration_failure_;
   bool told_of_registration_ = false;
-  std::atomic<bool> told_of_engines_{false};
+  std::atomic<bool> told_of_engines_{false}, told_of_copies_{false};
   std::atomic<bool> captures_step_{false}, told_of_step_{false};
   std::mutex windowing_;  // one window is opened or closed at a time; what follows
   std::shared_ptr<MemoryMeeting> window_meeting_;

@@ -206,6 +206,14 @@ at::Tensor ProcessGroupArk::allocate_registered(at::IntArrayRef sizes, at::Scala
   return options_->allocate(c10::multiply_integers(sizes), dtype, device).view(sizes);
 }
 
+void ProcessGroupArk::tell_of_copies() {
+  if (told_of_copies_.exchange(true) || rank_ != 0 || !options_->log) return;
+  options_->log(
+      "group \"" + options_->group_name +
+      "\": each result of a fused operator is copied once, since the group has no registered memory; "
+      "backend.register_mem_pool(ark_torch.memory.pool()) on all ranks saves that (docs/registered-memory.md)");
+}
+
 bool ProcessGroupArk::supportsTensorAlloc(c10::DeviceIndex index) {
   if (const auto cuda = core_->cuda(); cuda && cuda->carrier) return cuda->carrier->supportsTensorAlloc(index);
   if (!core_->shm || !options_->allocate || !has_driver()) return false;

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from support.groups import ark_only
 from support.launcher import run_ranks
 from support.rank import Rank
+from test_embeddings_training import fused as fused_in_training
 from torch import Tensor
 
 pytestmark = [ark_only]
@@ -235,3 +236,49 @@ def test_bags_that_are_left() -> None:
     for told in run_ranks(_others, 2):
         reasons = ("torch.float64", "mode is max", "padding_idx")
         assert len(told) == 3 and all(reason in one for reason, one in zip(reasons, told, strict=True)), told
+
+
+def _by_closure(weights: list[Any], mine: int, exchanged: Callable[..., Tensor]) -> Any:
+    """2 tables on one rank, 1 on the other, whose own number comes by a closure: torch._dynamo makes it a symbol on the
+    first alone, since the second asks for it."""
+
+    def forward(indices: list[Tensor], offsets: list[Tensor]) -> Tensor:
+        pooled = [F.embedding_bag(i, t, o, mode="sum") for t, i, o in zip(weights, indices, offsets, strict=True)]
+        samples = pooled[0].shape[0] // 2
+        each = samples * pooled[0].shape[1]
+        x = (pooled[0] if mine == 1 else torch.cat(pooled, 1)).view(-1)
+        got = [2 * each, each]
+        y = exchanged(x, got, [mine * each, mine * each])
+        return torch.cat([part.view(samples, -1) for part in y.split(got)], 1)
+
+    return forward
+
+
+def _symbols_on_one_rank(rank: Rank) -> list[list[str]]:
+    rank.init(timeout=30)
+    torch.set_num_threads(1)
+    mine = 2 - rank.rank
+    weights = [torch.nn.Parameter(torch.randn(9, COLUMNS)) for _ in range(mine)]
+    every: list[list[str]] = []
+    for train in (False, True):
+        told: list[str] = []
+        exchange = funcol.all_to_all_single_autograd if train else funcol.all_to_all_single
+        forward = _by_closure(weights, mine, lambda *args, to=exchange: to(*args, dist.group.WORLD))
+        call = torch.compile(forward, backend=fused_in_training(told, []) if train else fused(told), dynamic=True)
+        for samples in BATCHES:
+            indices = [torch.randint(0, 9, (4 * samples + 5 + t,)) for t in range(mine)]
+            offsets = [torch.arange(2 * samples)] * mine
+            with torch.set_grad_enabled(train):
+                results = [one(indices, offsets) for one in (forward, call)]
+                assert torch.equal(*results)
+                if train:
+                    one, other = (torch.autograd.grad((y * y).sum(), weights) for y in results)
+                    torch.testing.assert_close(one, other)
+        every.append(told)
+    return every
+
+
+def test_a_number_of_tables_that_is_a_symbol_on_one_rank() -> None:
+    for every in run_ranks(_symbols_on_one_rank, 2):
+        for told in every:
+            assert len(told) == 1 and told[0].endswith("ark.embedding_bag_all_to_all.default"), every

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch._dynamo.source import LocalSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from ark_torch.compile.graph_edits import NotFused
 from ark_torch.compile.trials import known_equal, trials_of
@@ -16,6 +17,13 @@ pytestmark = [pytest.mark.quick]
 def _symbols(count: int) -> list[Any]:
     shapes = ShapeEnv()
     return [shapes.create_unbacked_symint() for _ in range(count)]
+
+
+def _of_call(shapes: ShapeEnv, value: int, name: str) -> Any:
+    """A symbol whose value in this call is known, as those of torch.compile."""
+    source = LocalSource(name)
+    symbol = shapes.create_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+    return shapes.create_symintnode(symbol, hint=value, source=source)
 
 
 def test_fixed_sizes_are_their_own_numbers() -> None:
@@ -44,6 +52,22 @@ def test_what_is_not_followed() -> None:
         trials_of(2 * batch + 1, 2)
     with pytest.raises(NotFused, match="several symbols"):
         trials_of(batch, 2)[0](other)
+
+
+def test_other_symbols_have_their_value_once_they_are_fixed() -> None:
+    shapes = ShapeEnv()
+    batch, tables, unmet = (_of_call(shapes, value, name) for value, name in ((12, "batch"), (3, "tables"), (7, "n")))
+    trials = trials_of(batch, 2)
+    assert [trial(batch * tables) for trial in trials] == [3 * trial(batch) for trial in trials]
+    assert not shapes.guards
+    for trial in trials:
+        trial.fix()
+    assert tables.node.maybe_as_int() == 3
+    assert batch.node.maybe_as_int() is None and unmet.node.maybe_as_int() is None
+    assert any("Eq" in str(guard.expr) for guard in shapes.guards)
+    shapes.frozen = True
+    with pytest.raises(NotFused, match="several symbols"):
+        trials[0](unmet)
 
 
 def test_known_equal() -> None:

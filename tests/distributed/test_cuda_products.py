@@ -63,6 +63,23 @@ def test_ranks_meet_before_the_first_call_of_a_shape(pretended_gpu: Any) -> None
     run_ranks(_one_kernel, 2, env=pretended_gpu)
 
 
+def _copied(rank: Rank) -> tuple[list[str], list[str]]:
+    _jit.configure()
+    group, _, lines = begin(rank)
+    a, b = _matrices(rank)
+    all_gather_matmul(a, b, group, form="fused")  # which stores no result elsewhere
+    before = lines.about("fused operator")
+    for _ in range(3):
+        matmul_all_reduce(a, b, group, form="fused")
+    return before, lines.about("fused operator")
+
+
+def test_a_copy_of_results_is_told_once(pretended_gpu: Any) -> None:
+    for rank, (before, told) in enumerate(run_ranks(_copied, 2, env=pretended_gpu)):
+        assert before == [] and len(told) == int(rank == 0), told
+        assert all("copied once" in line and "register_mem_pool(ark_torch.memory.pool())" in line for line in told)
+
+
 def _captured(rank: Rank) -> None:
     """A result that needs more memory than exists cannot be captured first."""
     _jit.configure()

@@ -10,8 +10,11 @@ import copy
 import logging
 import os
 import re
+import resource
 import time
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import test_carried as carried
@@ -26,6 +29,7 @@ from support.rank import Rank
 pytestmark = [ark_only]
 
 Env = dict[str, str | None]
+LOCKED = 7 << 20  # bytes of memory that may be locked
 TWO, UNEVEN, STAR = (0, 0, 1, 1), (0, 0, 1, 1, 1), (1, 0, 0, 0)
 
 
@@ -347,12 +351,60 @@ def test_a_network_that_reaches_nobody_is_an_error_where_rdma_is_asked_for(env: 
     run_ranks(_refused, 2, r"asks for RDMA.*and rank 0 was refused by the network: .*did not answer", {}, env=env)
 
 
+def test_an_address_that_cannot_be_reached_is_told(env: Env, control: verbs.Control) -> None:
+    control.set(unreachable=1)
+    words = r"was refused by the network: .*the connection to rank \d cannot become ready to receive on pretend0"
+    run_ranks(_refused, 2, words, {}, env=env)
+
+
 def test_auto_takes_rdma_where_all_have_it(env: Env) -> None:
     for plan, _ in run_ranks(_sizes, 2, (0, 1), (4,), env=env | {"ARK_NET": "auto"}):
         assert plan.endswith("rdma between them")
 
 
+class _Damaging(dist.Store):
+    """A store that damages what this rank writes of one kind."""
+
+    def __init__(self, real: dist.Store, magic: bytes) -> None:
+        super().__init__()
+        self.real, self.magic = real, magic
+
+    def set(self, key: str, value: Any) -> None:
+        record = value.encode() if isinstance(value, str) else bytes(value)
+        self.real.set(key, record[:4] + b"\x09" + record[5:] if record.startswith(self.magic) else value)
+
+    def get(self, key: str) -> bytes:
+        return self.real.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        return self.real.check(keys)
+
+    def add(self, key: str, amount: int) -> int:
+        return self.real.add(key, amount)
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        self.real.wait(keys, *timeout)
+
+
+def _damaged(rank: Rank, magic: bytes) -> str:
+    os.environ["ARK_NODE"] = str(rank.rank)
+    store = rank.store("damaged")
+    with pytest.raises((ValueError, RuntimeError)) as raised:
+        rank.init(timeout=4, store=_Damaging(store, magic) if rank.rank == 1 else store)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("magic", "record"), [(b"ARKO", "RDMA offer"), (b"ARKE", "RDMA handle record")], ids=["offer", "handle"]
+)
+def test_malformed_records_are_rejected_and_their_rank_named(env: Env, magic: bytes, record: str) -> None:
+    said = run_ranks(_damaged, 2, magic, env=env)
+    assert f"of rank 1: {record} rejected: version is 9, not 2" in said[0], said
+    assert "Run the same version of ark_torch on all ranks" in said[0] and "rank 1" in said[1], said
+
+
 def _memory(rank: Rank) -> str:
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (LOCKED, resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]))
     carried.on_nodes(rank, (0, 1))
     dist.all_reduce(torch.ones(3))
     rank.report("running")
@@ -369,7 +421,10 @@ def test_memory_that_may_not_be_locked(env: Env, control: verbs.Control) -> None
         for r in range(2):
             job.go(r, "go")
         said = [str(outcome.value) for outcome in job.finish(30)]
-    assert any("bytes of memory with pretend0" in text for text in said), said
+    told = [text for text in said if "bytes of memory with pretend0" in text]
+    # The limit itself; and the command, from a rank that was refused, not from one that has heard of it.
+    assert told and all(f"limited to {LOCKED >> 10} KiB (ulimit -l)" in text for text in told), said
+    assert any("`ulimit -l unlimited`" in text for text in told), said
 
 
 def _doctor(rank: Rank) -> str:

@@ -52,6 +52,17 @@ def test_example_equals_one_process(name: str, ranks: int, tmp_path: Path, leave
 
 
 @of_examples
+def test_all_reduces_are_timed_for_as_long_as_asked(tmp_path: Path, leaves_nothing: None) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    script = [str(EXAMPLES / "time_all_reduce.py"), "--backend", launcher.BACKEND, "--sizes", "4", "1K", "--seconds=1"]
+    done = run([sys.executable, *torchrun, *script], tmp_path)
+    assert done.returncode == 0, done.stdout
+    for size in (4, 1024):
+        found = re.findall(rf"all_reduce of {size} bytes on 2 ranks: ([\d.]+) us, [\d.]+ GB/s", done.stdout)
+        assert len(found) >= 2 and all(float(us) > 0 for us in found), done.stdout
+
+
+@of_examples
 @pytest.mark.parametrize("sharding, ranks, more", [("table_wise", 2, ["--capture"]), ("row_wise", 3, [])])
 def test_dlrm_learns_and_equals_one_process(
     sharding: str, ranks: int, more: list[str], tmp_path: Path, leaves_nothing: None

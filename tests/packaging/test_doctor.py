@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -41,6 +42,32 @@ def test_this_machine_works() -> None:
     assert {"ark_torch", "system", "python", "pytorch", "extension", "memfd", "cores"} <= {
         row["probe"] for row in answer["rows"]
     }
+
+
+@pytest.mark.nightly
+def test_a_jobs_nodes_are_told() -> None:
+    """Each rank of a job, as torchrun starts them, says the plan; outside a job the row says how to see it."""
+    code = "from ark_torch.tools import _probes; [row] = _probes.nodes(); print(row.state, row.found)"
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    plain = {
+        name: text for name, text in os.environ.items() if not name.startswith(("ARK_", "RANK", "WORLD_", "MASTER"))
+    }
+    job = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ARK_NET": "gloo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={**plain, **job, "RANK": str(rank), "ARK_NODE": str(rank // 2)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert all(text == "ok 2 nodes (2 + 1 ranks), 1 rail, gloo between them\n" for text in said), said
+    alone = subprocess.run([sys.executable, "-c", code], env=plain, capture_output=True, text=True, timeout=60)
+    assert alone.stdout == "info not in a job: `torchrun ... -m ark_torch doctor` shows a job's plan\n", alone
 
 
 @pytest.mark.nightly

@@ -35,6 +35,9 @@ class Nodes:
         members = plan["members"]
         own = members[node_of[rank]]
         self.nodes, self.rails = len(members), int(plan["rails"])
+        self.even = all(len(ranks) == len(own) for ranks in members)
+        # Ranks of the group rail by rail, if nodes are even.
+        self._order = torch.tensor([r for rail in zip(*members, strict=False) for r in rail], device=device)
         self.place, self.ranks = own.index(rank), len(own)
         self.has_rail = self.place < self.rails
         self.inside: Any = None  # None: this rank is alone on its node
@@ -83,6 +86,31 @@ class Nodes:
         if self.inside is not None:
             self.inside._allgather_base(whole, mine).wait()
         return whole[:numel]
+
+    # Of even nodes: what a rail exchanges is a row for each of its ranks, in the order of nodes.
+
+    def rows(self) -> Tensor:
+        """The ranks of this rank's rail."""
+        return self._order.view(-1, self.nodes)[self.place]
+
+    def scatter(self, whole: Tensor, over_rail: Callable[[Tensor], Tensor]) -> Tensor:
+        """Collective: this rank's row of the sum over all ranks of `whole`, [ranks, n]. `over_rail` gives this rank's
+        row of the sum over the rail of [rails' ranks * n]."""
+        sent = whole.index_select(0, self._order).view(-1)
+        if self.inside is None:
+            return over_rail(sent)
+        mine = sent.new_empty(self.nodes * whole.shape[1])
+        self.inside._reduce_scatter_base(mine, sent).wait()
+        return over_rail(mine)
+
+    def gather(self, of_rail: Tensor) -> Tensor:
+        """Collective: all ranks' rows, [ranks * n], of those of each rail."""
+        every = of_rail
+        if self.inside is not None:
+            every = of_rail.new_empty(self.ranks * of_rail.numel())
+            self.inside._allgather_base(every, of_rail).wait()
+        rows = every.view(len(self._order), -1)
+        return torch.empty_like(rows).index_copy_(0, self._order, rows).view(-1)
 
 
 def nodes_of(group: dist.ProcessGroup, device: torch.device) -> Nodes:

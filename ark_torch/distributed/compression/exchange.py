@@ -27,6 +27,9 @@ def all_reduce(state: State, data: Tensor, plan: Plan) -> Tensor:
 def reduce_scatter(state: State, data: Tensor, plan: Plan, op: str, group: dist.ProcessGroup) -> Tensor:
     """This rank's share, [sum of the plan's numels], of the sum or mean of `data`, which holds a row for each rank."""
     operator, world = torch.ops.ark.compressed_reduce_scatter.default, group.size()
+    nodes = state.nodes_in(group, data.device)
+    if nodes is not None:
+        return _scattered_between(state, nodes, data, plan, op, group)
     return _reduced(operator, state, data, plan, op, group, world, world - 1)
 
 
@@ -51,8 +54,7 @@ def _between(state: State, nodes: Nodes, data: Tensor, plan: Plan, part: Plan) -
     """
     operator, numel = torch.ops.ark.compressed_all_reduce.default, data.numel()
     count(state, part.segments, 4, _rail_times(nodes))
-    # Rails draw random numbers of their own.
-    seed = state.next_seed() ^ (nodes.place * 0x9E3779B97F4A7C15 & (2**63 - 1))
+    seed = _seed_of_rail(state, nodes)
     whole = nodes.padded(data)
     residual = state.layers.residual(plan, 1) if state.error_feedback else None
     error = None
@@ -70,6 +72,35 @@ def _between(state: State, nodes: Nodes, data: Tensor, plan: Plan, part: Plan) -
     if not data.is_cuda:
         _check(state, plan, mean, data, state.group.rank())
     return mean
+
+
+def _scattered_between(
+    state: State, nodes: Nodes, data: Tensor, plan: Plan, op: str, group: dist.ProcessGroup
+) -> Tensor:
+    """reduce_scatter() with few bits between nodes alone. Residuals are as in _between()."""
+    operator, world = torch.ops.ark.compressed_reduce_scatter.default, group.size()
+    count(state, plan.segments, 4, nodes.nodes - 1)
+    seed = _seed_of_rail(state, nodes)
+    whole, error = data.float().view(world, -1), None
+    residual = state.layers.residual(plan, world).view(world, -1) if state.error_feedback else None
+    if residual is not None:
+        whole, error = whole + residual, whole.new_zeros(nodes.nodes * whole.shape[1])
+
+    def over_rail(mine: Tensor) -> Tensor:
+        return _run(operator, state, mine, error, plan, "sum", nodes.rail_name, nodes.nodes, seed)
+
+    result: Tensor = nodes.scatter(whole, over_rail)
+    if residual is not None and error is not None:
+        residual.zero_().index_copy_(0, nodes.rows(), error.view(nodes.nodes, -1))
+    result = (result.div_(world) if op == "avg" else result).to(data.dtype)
+    if not data.is_cuda:
+        _check(state, plan, result, data.view(world, -1)[group.rank()], group.rank())
+    return result
+
+
+def _seed_of_rail(state: State, nodes: Nodes) -> int:
+    """Rails draw random numbers of their own."""
+    return int(state.next_seed() ^ (nodes.place * 0x9E3779B97F4A7C15 & (2**63 - 1)))
 
 
 def _run(
@@ -96,11 +127,19 @@ def _check(state: State, plan: Plan, result: Tensor, given: Tensor, rank: int) -
 
 def all_gather(state: State, data: Tensor, segments: Segments, group: dist.ProcessGroup) -> Tensor:
     """All ranks' data, [world * sum of segments]. Rounds to nearest, so that every gathering gives the same result."""
-    count(state, segments, data.element_size(), group.size() - 1)
+    nodes = state.nodes_in(group, data.device)
+    count(state, segments, data.element_size(), times_in(state, group, data.device))
     result: Tensor = torch.ops.ark.compressed_all_gather(
-        data, segments.numel, segments.bits, segments.bucket, state.format, "nearest", 0, group.group_name
-    )
-    return result
+        data, segments.numel, segments.bits, segments.bucket, state.format, "nearest", 0,
+        group.group_name if nodes is None else nodes.rail_name,
+    )  # fmt: skip
+    return result if nodes is None else nodes.gather(result)
+
+
+def times_in(state: State, group: dist.ProcessGroup, device: torch.device) -> int:
+    """How often a rank's share leaves it in a gather or scatter; where="between": its node."""
+    nodes = state.nodes_in(group, device)
+    return group.size() - 1 if nodes is None else nodes.nodes - 1
 
 
 def count(state: State, segments: Segments, item: int, times: float) -> None:

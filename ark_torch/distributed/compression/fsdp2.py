@@ -2,7 +2,8 @@
 
 The scheme is QSDP's (Markov et al., 2302.02390). FSDP passes a group of parameters as one flat tensor; the position of
 each parameter comes from FSDP's own list, so that rules and exact layers apply here too. Compression covers the shard
-group's exchange, inside a machine and between machines; HSDP's reduction between replicas is exact.
+group's exchange, inside a machine and between machines, or with where="between" between them alone; HSDP's reduction
+between replicas is exact.
 """
 
 from __future__ import annotations
@@ -67,8 +68,6 @@ def fsdp(module: nn.Module, state: State | None = None, *, parameters: int | Non
     state = State(module=module) if state is None else state
     if state.auto is not None or state.when != "always":
         raise ValueError("ark: fsdp: State(bits=Auto(...)) and State(when='faster') are for DistributedDataParallel.")
-    if state.where != "everywhere":
-        raise ValueError("ark: fsdp: State(where='between') is for DistributedDataParallel: leave where out.")
     if parameters is not None and state.format == "fp8" and parameters != 8:
         raise ValueError(f"ark: fsdp: parameters is {parameters}: format='fp8' has 8 bits. Pass parameters=8.")
     names = {
@@ -101,6 +100,17 @@ def parameter_groups(module: FSDPModule) -> list[Any]:
     if several is not None:
         return list(several)
     return [held._fsdp_param_group] if held._fsdp_param_group is not None else []
+
+
+def _compresses(state: State, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Collective in a group's first call."""
+    if not state.begin(group, device):
+        return False
+    nodes = state.nodes_in(group, device)
+    if nodes is not None and not nodes.even:
+        state.say("uneven", "where='between', and nodes have unequal numbers of ranks: fsdp's exchanges are exact")
+        return False
+    return True
 
 
 class _Flat:
@@ -150,13 +160,14 @@ class _AllGather(AllGather):
     ) -> Any:
         state = self._flat.state
         layout = self._flat.gathered(input_tensor.numel()) if input_tensor.dtype in COMPRESSED_DTYPES else None
-        if layout is None or not state.begin(group, input_tensor.device):
+        if layout is None or not _compresses(state, group, input_tensor.device):
             return self._exact(output_tensor, input_tensor, group=group, async_op=async_op)
         layers, numels = layout
         widths = [(self._bits if bits else 0, bucket) for bits, bucket in map(state.width, layers)]
         segments = segments_of(widths, numels, state.bucket)
         if segments.exact:
-            exchange.count(state, segments, input_tensor.element_size(), group.size() - 1)
+            times = exchange.times_in(state, group, input_tensor.device)
+            exchange.count(state, segments, input_tensor.element_size(), times)
             return self._exact(output_tensor, input_tensor, group=group, async_op=async_op)
         output_tensor.copy_(exchange.all_gather(state, input_tensor, segments, group))
         return None
@@ -178,18 +189,19 @@ class _ReduceScatter(ReduceScatter):
         state, world = self._flat.state, group.size()
         name = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "avg"}.get(op)
         layout = self._flat.scattered(input_tensor.numel(), world)
-        usable = state.begin(group, input_tensor.device) and input_tensor.dtype in COMPRESSED_DTYPES
+        usable = _compresses(state, group, input_tensor.device) and input_tensor.dtype in COMPRESSED_DTYPES
+        times = exchange.times_in(state, group, input_tensor.device)
         if usable and name is None:
             state.say("divide", "gradients with a factor of their own (set_gradient_divide_factor) are sent exact")
         elif usable and layout is None:
             state.say("some", "where only some parameters of an FSDP module have gradients, they are sent exact")
         if not usable or name is None or layout is None:
-            exchange.count_exact(state, output_tensor, world - 1)
+            exchange.count_exact(state, output_tensor, times)
             return self._exact(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
         layers, shares = layout
         plan = plan_of(state, layers, input_tensor, shares, group)
         if plan.exact:
-            exchange.count(state, plan.segments, input_tensor.element_size(), world - 1)
+            exchange.count(state, plan.segments, input_tensor.element_size(), times)
             return self._exact(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
         if plan.slot is not None:
             state.watch.look(group.rank(), plan.slot)

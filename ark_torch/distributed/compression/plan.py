@@ -106,12 +106,14 @@ def plan_of(
     plan = state.plans.get(key)
     if plan is not None and plan.fits(data) and (numels is None or plan.numels == numels):
         return plan
+    shares = numels is not None
     numels = [layer.numel for layer in layers] if numels is None else list(numels)
     widths = [state.width(layer) for layer in layers]
     segments = segments_of(widths, numels, state.bucket)
     compresses = state.begin(group or state.group, data.device)
     exact = segments.exact or data.dtype not in COMPRESSED_DTYPES
-    part = None if state.nodes is None or not compresses else _part_of(state, state.nodes, layers, numels, data.device)
+    nodes = state.nodes if compresses and not shares else None
+    part = None if nodes is None else _part_of(state, nodes, layers, numels, data.device)
     noted, noted_numels = (layers, numels) if part is None else (part.layers, part.numels)
     slot = state.watch.slot(noted, noted_numels) if data.is_cuda and compresses and not exact else None
     plan = Plan(

@@ -54,7 +54,8 @@ class State:
         when: "always"; or "faster": DDP's first steps time each bucket both ways, and buckets that compression does not
             speed up are sent exact from then on (logged once).
         where: "everywhere"; or "between": the ranks of a node add in float32, and only what travels between nodes has
-            few bits (DistributedDataParallel). `bytes_sent` and `bytes_exact` then count what leaves the node.
+            few bits. `bytes_sent` and `bytes_exact` then count what leaves the node. `fsdp` needs nodes with equal
+            numbers of a group's ranks for that.
         skip_zeros: whether layers whose gradients are zero on all ranks send nothing. None: yes; on a CUDA device,
             where the check costs a synchronization, only every 64th step checks, and every step while such layers
             exist. True: check in every step (for models that use different layers in different steps). False: no.
@@ -99,7 +100,7 @@ class State:
         self.rounding = rules_of.check_choice("rounding", rounding, rules_of.ROUNDINGS)
         self.when = rules_of.check_choice("when", when, ("always", "faster"))
         self.where = rules_of.check_choice("where", where, rules_of.PLACES)
-        self.nodes: Nodes | None = None  # with where="between", once ranks have met
+        self.nodes: Nodes | None = None  # with where="between", once ranks have met; of the last group that did
         self.exact_below, self.seed, self.skip_zeros = int(exact_below), int(seed), skip_zeros
         if isinstance(module, DistributedDataParallel):
             if group is not None and group is not module.process_group:
@@ -116,6 +117,7 @@ class State:
         self.bytes_sent = self.bytes_exact = 0
         self.calls = self.step = 0
         self._met: dict[str, bool] = {}
+        self._nodes: dict[str, Nodes] = {}
         self._told: set[str] = set()
         self._described = False
 
@@ -145,11 +147,15 @@ class State:
                 self.say("exact", f"{why_exact}: gradients are sent exact")
             self._met[key] = not why_exact and group.size() > 1
             if self._met[key] and self.where == "between":
-                self.nodes = nodes_of(group, device)
+                self.nodes = self._nodes[key] = nodes_of(group, device)
                 if self.nodes.nodes == 1:
                     self.say("nodes", "where='between', and all ranks are on one node: gradients are sent exact")
                     self._met[key] = False
         return self._met[key]
+
+    def nodes_in(self, group: dist.ProcessGroup, device: torch.device) -> Nodes | None:
+        """With where="between", the nodes of a group that has met; None: its exchange is as one node's."""
+        return self._nodes.get(f"{group.group_name} {device.type}")
 
     def say(self, what: str, text: str) -> None:
         """Logs `text` once per `what`, on rank 0."""

@@ -65,16 +65,16 @@ bool share_on_host(MemoryMeeting& meeting, const ArenaMemory::Options& options, 
 }  // namespace
 
 BulkBlocks bulk_blocks_of(const CudaDispatch& dispatch) {
-  const auto any = [](std::initializer_list<uint64_t> from) { return std::min(from) != CudaDispatch::kNever; };
-  const uint32_t always = static_cast<uint32_t>(dispatch.ring_blocks);
-  const uint32_t step = static_cast<uint32_t>(dispatch.step_blocks);
-  const uint64_t all_reduces = dispatch.step_all_reduce_from;
-  BulkBlocks blocks;
-  if (any({dispatch.bulk_from, dispatch.bulk_move_from, dispatch.bulk_send_from})) blocks.always = always;
-  if (any({all_reduces, dispatch.step_reduce_scatter_from, dispatch.step_move_from})) blocks.step = step;
-  if (any({all_reduces})) blocks.step_results = step;
-  if (any({dispatch.step_send_from})) blocks.step_transfers = step;
-  return blocks;
+  const auto blocks = [](uint64_t count, std::initializer_list<uint64_t> from) {
+    return std::min(from) != CudaDispatch::kNever ? static_cast<uint32_t>(count) : 0;
+  };
+  const uint64_t always = dispatch.ring_blocks, step = dispatch.step_blocks, sums = dispatch.step_all_reduce_from;
+  return {.collectives = blocks(always, {dispatch.bulk_from, dispatch.bulk_move_from}),
+          .results = blocks(always, {dispatch.bulk_from}),
+          .transfers = blocks(always, {dispatch.bulk_send_from}),
+          .step = blocks(step, {sums, dispatch.step_reduce_scatter_from, dispatch.step_move_from}),
+          .step_results = blocks(step, {sums}),
+          .step_transfers = blocks(step, {dispatch.step_send_from})};
 }
 
 std::optional<ArenaMemory> ArenaMemory::share(KeyValueStore& store, const Options& options, CudaDispatch& dispatch,

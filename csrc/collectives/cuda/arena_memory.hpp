@@ -17,7 +17,7 @@
 
 namespace ark {
 
-// Blocks of the rings that this dispatch uses.
+// The blocks of each set of bulk rings that this dispatch uses.
 BulkBlocks bulk_blocks_of(const CudaDispatch& dispatch);
 
 struct ArenaMemory {

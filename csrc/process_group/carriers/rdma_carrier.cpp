@@ -53,7 +53,10 @@ void RdmaCarrier::close(bool failed) {
 
 namespace {
 
-// Returns why the peers cannot be reached; empty if they can.
+// What a rank tells the others of its trial messages: one of these, and why. Never empty, because some stores reject
+// empty values.
+constexpr char kReached = '+', kUnreached = '-', kMalformed = '!';
+
 std::string try_peers(rdma::Messages& messages, const RdmaQuestion& question) {
   const auto deadline =
       rdma::Messages::Clock::now() + std::min<std::chrono::milliseconds>(kForTrying, question.timeout);
@@ -66,12 +69,14 @@ std::string try_peers(rdma::Messages& messages, const RdmaQuestion& question) {
   }
   for (size_t i = 0; i < all.size(); ++i) {
     try {
-      if (!all[i]->wait_until(deadline)) return "rank " + std::to_string(peers[i / 2]) + " does not answer over RDMA";
+      if (!all[i]->wait_until(deadline))
+        return kUnreached + ("rank " + std::to_string(peers[i / 2]) + " does not answer over RDMA");
     } catch (const Error& error) {
-      return error.message();
+      const bool malformed = error.kind() == ErrorKind::mismatch || error.kind() == ErrorKind::invalid_argument;
+      return (malformed ? kMalformed : kUnreached) + error.message();
     }
   }
-  return "";
+  return {kReached};
 }
 
 }  // namespace
@@ -144,26 +149,30 @@ RdmaAgreement agree_on_rdma(const RdmaQuestion& question, KeyValueStore& store,
   for (const auto& rail : rails) text += (rail == rails[0] ? "" : " and ") + rail->device()->text();
   if (!left_out.empty()) text += "; left out here: " + left_out;
   auto messages = std::make_shared<rdma::Messages>(std::move(rails), own_store(), std::move(setup));
-  const std::string trouble = printable(try_peers(*messages, question));
-  // Never empty, because some stores reject empty values.
-  const std::string told = (trouble.empty() ? "+" : "-") + trouble;
+  const std::string told = printable(try_peers(*messages, question));
   const auto outcomes = gather("/outcome", {told.begin(), told.end()});
   std::string failed;
+  bool malformed = false;
   for (int rank = 0; rank < question.size; ++rank) {
     const auto& found = outcomes[rank];
-    if (!failed.empty() || (!found.empty() && found[0] == '+')) continue;
-    failed = "rank " + std::to_string(rank) + " was refused by the network: " +
+    if (!failed.empty() || (!found.empty() && found[0] == kReached)) continue;
+    malformed = !found.empty() && found[0] == kMalformed;
+    failed = "rank " + std::to_string(rank) +
+             (malformed ? " was told what is no address: " : " was refused by the network: ") +
              printable(std::string(found.begin() + (found.empty() ? 0 : 1), found.end()));
   }
   if (failed.empty()) return {std::make_shared<RdmaCarrier>(std::move(messages)), text};
   messages->close(std::chrono::milliseconds(0));
   for (const rdma::Offer& one : offers) {
     if (one.wish != rdma::Wish::rdma) continue;
-    throw Error(ErrorKind::invalid_argument,
-                "rank " + std::to_string(one.rank) + " asks for RDMA between nodes (ARK_NET=rdma), and " + failed,
-                ErrorContext{question.rank, -1, "init", 0,
-                             "See docs/rdma.md's first run (`ping` between the NICs' addresses, `ib_write_bw`); "
-                             "ARK_NET=auto takes Gloo where RDMA cannot be."});
+    throw Error(
+        ErrorKind::invalid_argument,
+        "rank " + std::to_string(one.rank) + " asks for RDMA between nodes (ARK_NET=rdma), and " + failed,
+        ErrorContext{question.rank, -1, "init", 0,
+                     malformed ? "Run the same version of ark_torch on all ranks, and let nothing else write to "
+                                 "the store."
+                               : "See docs/rdma.md's first run (`ping` between the NICs' addresses, "
+                                 "`ib_write_bw`); ARK_NET=auto takes Gloo where RDMA cannot be."});
   }
   return {nullptr, failed};
 }

@@ -93,7 +93,8 @@ class BetweenStage {
 
   // Memory of the device between the stages of an operation; larger tensors go in slices.
   std::byte* scratch() const { return reinterpret_cast<std::byte*>(scratch_.data()); }
-  size_t scratch_bytes() const { return setup_.scratch_bytes - kFactors; }
+  size_t scratch_bytes() const { return scratch_of(setup_.scratch_bytes); }
+  static constexpr size_t scratch_of(size_t all) { return all - kFactors; }
 
   const rdma::GpuPath& path() const { return window_->path(); }      // of a rank with a rail
   uint64_t bytes() const { return window_ ? window_->bytes() : 0; }  // of memory that the NIC uses

@@ -24,6 +24,9 @@ namespace ark {
 
 class NodesCommunicator final : public Communicator {
  public:
+  static constexpr size_t kWhole = 64 << 10;  // what takes at most so many bytes to all nodes goes whole, in one hop
+  static constexpr size_t kUnit = 16;         // bytes; parts start at multiples
+
   // node: of this node's ranks, by their places; where each node has one rank only share() uses it.
   NodesCommunicator(int rank, int size, NodePlan plan, std::shared_ptr<Communicator> node,
                     std::unique_ptr<BetweenStage> stage);
@@ -61,8 +64,6 @@ class NodesCommunicator final : public Communicator {
 
  private:
   using Blocks = BetweenStage::Blocks;
-  static constexpr size_t kWhole = 64 << 10;  // what takes at most so many bytes to all nodes goes whole, in one hop
-  static constexpr size_t kUnit = 16;         // bytes; parts start at multiples
   static size_t unit_of(size_t element) { return std::max<size_t>(1, kUnit / element); }
   static const std::byte* at(const void* data, size_t bytes) { return static_cast<const std::byte*>(data) + bytes; }
   static std::byte* at(void* data, size_t bytes) { return static_cast<std::byte*>(data) + bytes; }

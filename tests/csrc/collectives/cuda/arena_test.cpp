@@ -5,6 +5,8 @@
 
 #include <vector>
 
+#include "collectives/cuda/arena_memory.hpp"
+
 namespace ark {
 namespace {
 
@@ -53,7 +55,7 @@ TEST(Lanes, BlocksShareAMessage) {
       EXPECT_EQ(end, bytes);
     }
     for (const int ranks : {2, 4, 8}) {
-      const ArenaLayout layout(ranks, {blocks});
+      const ArenaLayout layout(ranks, {blocks, blocks, blocks});
       EXPECT_EQ(layout.results.bulk.lanes, blocks);
       EXPECT_GE(layout.results.bulk.depth, 4u);
       EXPECT_TRUE(std::has_single_bit(layout.results.bulk.depth));
@@ -63,7 +65,33 @@ TEST(Lanes, BlocksShareAMessage) {
       EXPECT_LE(layout.transfers.bulk.lanes * 2 * (ranks - 1), 128u) << "transfers with all peers wait at once";
     }
   }
-  EXPECT_EQ(ArenaLayout(2).collectives.bulk.lanes, 0u);
+}
+
+// Bulk rings take memory only where the dispatch uses them.
+TEST(Arena, HasTheBulkRingsThatTheDispatchUses) {
+  constexpr uint64_t kTable = 4 << 20;  // of two ranks
+  CudaDispatch dispatch;
+  dispatch.leave_step_rings();
+  const auto layout = [&] { return ArenaLayout(2, bulk_blocks_of(dispatch)); };
+  const uint64_t without = layout().total;
+  for (const RingSet& set : {layout().collectives, layout().results, layout().transfers}) EXPECT_EQ(set.bulk.lanes, 0u);
+  const auto takes = [&](uint32_t collectives, uint32_t results, uint32_t transfers) {
+    const ArenaLayout made = layout();
+    EXPECT_EQ(made.collectives.bulk.lanes, collectives);
+    EXPECT_EQ(made.results.bulk.lanes, results);
+    EXPECT_EQ(made.transfers.bulk.lanes, transfers);
+    const uint64_t tables = (collectives + results + transfers) / dispatch.ring_blocks * kTable;
+    EXPECT_GE(made.total, without + tables);
+    EXPECT_LT(made.total, without + tables + kTable / 16);
+  };
+  dispatch.bulk_move_from = 1 << 20;
+  takes(16, 0, 0);
+  dispatch.bulk_from = 1 << 20;
+  takes(16, 16, 0);
+  dispatch.bulk_send_from = 1 << 20;
+  takes(16, 16, 16);
+  dispatch.bulk_from = dispatch.bulk_move_from = CudaDispatch::kNever;
+  takes(0, 0, 16);
 }
 
 // Both movers of a block can load and store at once, and a sender publishes before a ring is full.
@@ -92,7 +120,8 @@ TEST(Lanes, MoversShareStages) {
 // Captured steps have rings of their own behind the others, which stay where they are.
 TEST(Lanes, OfCapturedStepsAreApart) {
   for (const int ranks : {2, 3, 4, 8}) {
-    const ArenaLayout without(ranks, {16}), layout(ranks, {16, 32, 0, 0}), all(ranks, {16, 48, 48, 48});
+    const ArenaLayout without(ranks, {16, 16, 16}), layout(ranks, {16, 16, 16, 32, 0, 0}),
+        all(ranks, {16, 16, 16, 48, 48, 48});
     EXPECT_EQ(layout.transfers.bulk.slots, without.transfers.bulk.slots);
     EXPECT_EQ(layout.collectives.bulk.depth, without.collectives.bulk.depth);
     EXPECT_EQ(layout.collectives.step_bulk.lanes, 32u);

@@ -149,15 +149,15 @@ TEST(CudaDispatch, CapturedStepsHaveSizesOfTheirOwn) {
   EXPECT_EQ(blocks.step_results, 0u) << "all_reduces alone have results";
   EXPECT_EQ(blocks.step_transfers, 0u);
   blocks = bulk_blocks_of(CudaDispatch::measured(4, {{"step_send_from", 1}, {"step_blocks", 8}}));
-  EXPECT_EQ(blocks.always, 24u);
+  EXPECT_EQ(blocks.collectives, 24u);
   EXPECT_EQ(blocks.step_results, 8u);
   EXPECT_EQ(blocks.step_transfers, 8u);
   EXPECT_EQ(CudaDispatch::measured(2, {{"step_blocks", 0}}).step_carried(), "");
   two.leave_step_rings();
   EXPECT_EQ(bulk_blocks_of(two).step, 0u);
-  EXPECT_EQ(bulk_blocks_of(two).always, 16u);
+  EXPECT_EQ(bulk_blocks_of(two).collectives, 16u);
   two.leave_bulk_rings();
-  EXPECT_EQ(bulk_blocks_of(two).always, 0u);
+  EXPECT_EQ(bulk_blocks_of(two).collectives, 0u);
   EXPECT_EQ(CudaDispatch::measured(4).through_host(4, false).step_carried(), "");
 }
 

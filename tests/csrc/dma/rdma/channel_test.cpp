@@ -272,6 +272,40 @@ TEST_F(ChannelTest, StatesAreEnteredInTheirOrder) {
   EXPECT_THROW(a.signal(1u << 24), Error);
 }
 
+TEST_F(ChannelTest, OptionsReachTheQueuePair) {
+  rdma::Options options = pretended_options();
+  options.gid_index = 2, options.traffic_class = 104, options.service_level = 3, options.pkey_index = 1;
+  options.timeout = 15, options.retry_count = 4, options.rnr_retry = 5;
+  const auto engine = new_engine(options);
+  Channel a(engine, 0, 1, 2, {}), b(engine, 1, 0, 2, {});
+  a.connect(b.endpoint(), 2048);
+  const pretended::Given& given = *pretend_given();
+  EXPECT_EQ(given.pkey_index, 1u);
+  EXPECT_EQ(given.port, 1u);
+  EXPECT_EQ(given.mtu, 2048u);
+  EXPECT_EQ(given.gid_index, 2u);
+  EXPECT_EQ(given.traffic_class, 104u);
+  EXPECT_EQ(given.service_level, 3u);
+  EXPECT_EQ(given.timeout, 15u);
+  EXPECT_EQ(given.retry_count, 4u);
+  EXPECT_EQ(given.rnr_retry, 5u);
+}
+
+TEST_F(ChannelTest, AnAddressThatCannotBeReachedIsTold) {
+  auto engine = new_engine();
+  Channel a(engine, 0, 1, 2, {}), b(engine, 1, 0, 2, {});
+  control().unreachable = 1;
+  try {
+    a.connect(b.endpoint(), 4096);
+    FAIL();
+  } catch (const Error& error) {
+    const std::string text = error.message() + " " + error.context().remedy;
+    EXPECT_NE(text.find("the connection to rank 1 cannot become ready to receive on pretend0"), std::string::npos)
+        << text;
+    EXPECT_NE(text.find("`ping` 10.77.0.1 from the NIC's interface"), std::string::npos) << text;
+  }
+}
+
 TEST_F(ChannelTest, ADeviceWithoutQueuePairsSaysSo) {
   auto engine = new_engine();
   control().refuse_pairs = 1;

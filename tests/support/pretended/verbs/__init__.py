@@ -18,7 +18,7 @@ ROOT = HERE.parents[3]
 FIELDS = (
     *("link_down", "loss", "lose_completions", "swap_completions", "receiver_not_ready", "wrong_keys", "port_down"),
     *("no_devices", "most_memory", "small_mtu", "only_ipv6", "refuse_pairs"),
-    *("link_down_1", "port_down_1", "refuse_dma_buf"),
+    *("link_down_1", "port_down_1", "refuse_dma_buf", "unreachable"),
 )
 
 

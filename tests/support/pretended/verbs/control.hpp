@@ -25,6 +25,7 @@ struct Control {
   std::atomic<uint32_t> link_down_1;   // as link_down, of device 1 alone
   std::atomic<uint32_t> port_down_1;   // as port_down, of device 1 alone
   std::atomic<uint32_t> refuse_dma_buf;
+  std::atomic<uint32_t> unreachable;  // peers' addresses cannot be resolved
 };
 
 // Live objects and events of this process.
@@ -35,9 +36,15 @@ struct Counts {
   std::atomic<uint64_t> bytes_of[2];  // that devices were asked to send
 };
 
+// What the queue pair that changed its state last was given.
+struct Given {
+  std::atomic<uint32_t> pkey_index, port, mtu, gid_index, traffic_class, service_level, timeout, retry_count, rnr_retry;
+};
+
 }  // namespace pretended
 
 extern "C" {
+pretended::Given* pretend_given();
 pretended::Control* pretend_control();
 pretended::Counts* pretend_counts();
 void pretend_break_pairs();   // puts all queue pairs of the process into the error state

@@ -175,6 +175,10 @@ Control* pretend_control() {
   return control;
 }
 
+Given* pretend_given() {
+  static Given given;
+  return &given;
+}
 Counts* pretend_counts() {
   static Counts counts;
   return &counts;
@@ -273,7 +277,7 @@ int ibv_query_port(ibv_context* context, uint8_t port, ibv_port_attr* attributes
   attributes->active_mtu = device == 1 && pretend_control()->small_mtu.load() ? IBV_MTU_1024 : IBV_MTU_4096;
   attributes->gid_tbl_len = 8;
   attributes->max_msg_sz = 1 << 20;
-  attributes->pkey_tbl_len = 1;
+  attributes->pkey_tbl_len = 2;
   attributes->link_layer = IBV_LINK_LAYER_ETHERNET;
   return 0;
 }
@@ -432,9 +436,11 @@ int ibv_modify_qp(ibv_qp* base, ibv_qp_attr* attributes, int mask) {
     return pair.base.state == from && (mask & bits) == bits ? 0 : EINVAL;
   };
   ibv_qp_attr& kept = pair.attributes;
+  Given& given = *pretend_given();
   switch (attributes->qp_state) {
     case IBV_QPS_INIT:
       if (const int error = needs(IBV_QPS_RESET, IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS)) return error;
+      given.pkey_index = attributes->pkey_index, given.port = attributes->port_num;
       break;
     case IBV_QPS_RTR:
       if (const int error = needs(IBV_QPS_INIT, IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
@@ -442,6 +448,9 @@ int ibv_modify_qp(ibv_qp* base, ibv_qp_attr* attributes, int mask) {
         return error;
       if (attributes->path_mtu < IBV_MTU_256 || attributes->path_mtu > IBV_MTU_4096) return EINVAL;
       if (!attributes->ah_attr.is_global) return EINVAL;  // required by every RoCE device
+      if (pretend_control()->unreachable.load()) return ETIMEDOUT;
+      given.mtu = 128 << attributes->path_mtu, given.service_level = attributes->ah_attr.sl;
+      given.gid_index = attributes->ah_attr.grh.sgid_index, given.traffic_class = attributes->ah_attr.grh.traffic_class;
       kept.dest_qp_num = attributes->dest_qp_num;
       pair.expected = attributes->rq_psn;
       break;
@@ -452,6 +461,7 @@ int ibv_modify_qp(ibv_qp* base, ibv_qp_attr* attributes, int mask) {
       kept.timeout = attributes->timeout;
       kept.retry_cnt = attributes->retry_cnt;
       kept.rnr_retry = attributes->rnr_retry;
+      given.timeout = kept.timeout, given.retry_count = kept.retry_cnt, given.rnr_retry = kept.rnr_retry;
       pair.acknowledged = pair.next = pair.end = attributes->sq_psn;
       break;
     case IBV_QPS_ERR: fail_pair(pair, IBV_WC_WR_FLUSH_ERR); return 0;

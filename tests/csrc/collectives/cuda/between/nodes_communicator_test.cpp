@@ -1,5 +1,7 @@
 // Collectives over several nodes on a pretended NIC (nodes_world.hpp).
+#include <atomic>
 #include <cstring>
+#include <numeric>
 #include <span>
 
 #include "collectives/cuda/between/nodes_world.hpp"
@@ -184,6 +186,57 @@ TEST_F(NodesTest, ManyLaunches) {
     EXPECT_GE(static_cast<NodesCommunicator&>(group).stage().requests(), uint64_t{kTimes});
     EXPECT_TRUE(rank.failures.empty());
   }));
+}
+
+// The requests of two nodes of two ranks, all together: tests/tools/test_simulate_rdma.py has the same figures.
+TEST_F(NodesTest, AsksAsOftenAsTheSimulatorSays) {
+  constexpr size_t kKb = 1 << 10, kMb = 1 << 20;
+  const struct {
+    Kind kind;
+    size_t bytes;  // of the larger side
+    uint64_t requests;
+  } cases[] = {{Kind::all_reduce, 8 * kKb, 8},      {Kind::all_reduce, 6 * kMb, 256}, {Kind::all_gather, 4 * kMb, 64},
+               {Kind::reduce_scatter, 4 * kMb, 64}, {Kind::all_to_all, 4 * kMb, 128}, {Kind::broadcast, 64 * kKb, 2},
+               {Kind::broadcast, 4 * kMb, 64}};
+  World world({2, 2, 4});
+  world.shape.reset();
+  world.scratch_bytes = BetweenStage::Setup{}.scratch_bytes;
+  std::atomic<uint64_t> asked[std::size(cases)][4] = {};
+  const auto sum_of = [](const std::atomic<uint64_t>(&ranks)[4]) {
+    return std::accumulate(std::begin(ranks), std::end(ranks), uint64_t{0});
+  };
+  expect_quiet(world.run([&](Communicator& group, World::Rank&, int me) {
+    auto& stage = static_cast<NodesCommunicator&>(group).stage();
+    uint64_t before = 0;
+    for (size_t i = 0; i < std::size(cases); ++i) {
+      const auto& [kind, bytes, requests] = cases[i];
+      const size_t size = world.size(), block = bytes / size;
+      std::vector<std::byte> in(bytes), out(bytes);
+      const Operation operation = world.operation(kind, DType::f32, bytes / 4, ReduceOp::sum, 0);
+      std::vector<void*> outs;
+      std::vector<const void*> ins;
+      std::vector<Bytes> sent;
+      std::vector<MutableBytes> received;
+      for (size_t r = 0; r < size; ++r) {
+        ins.push_back(&in[r * block]), outs.push_back(&out[r * block]);
+        sent.push_back({ins[r], block}), received.push_back({outs[r], block});
+      }
+      if (kind == Kind::all_reduce) group.all_reduce(operation, in.data(), out.data(), bytes / 4);
+      if (kind == Kind::all_gather) group.all_gather(operation, ins[me], outs.data(), block);
+      if (kind == Kind::reduce_scatter) group.reduce_scatter(operation, ins.data(), out.data(), block / 4);
+      if (kind == Kind::all_to_all) group.all_to_all(operation, sent.data(), received.data());
+      if (kind == Kind::broadcast) group.broadcast(operation, in.data(), bytes);
+      // The last credits may be taken when the kernel has gone.
+      const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+      do {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        asked[i][me] = stage.requests() - before;
+      } while (sum_of(asked[i]) < requests && std::chrono::steady_clock::now() < deadline);
+      before += asked[i][me];
+    }
+  }));
+  for (size_t i = 0; i < std::size(cases); ++i)
+    EXPECT_EQ(sum_of(asked[i]), cases[i].requests) << name_of(cases[i].kind) << " of " << cases[i].bytes;
 }
 
 TEST_F(NodesTest, OneThatRefusesIsNamedEverywhere) {

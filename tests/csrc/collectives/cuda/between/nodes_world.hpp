@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -105,10 +106,10 @@ class World {
     setup.rank = number, setup.size = size();
     setup.messages = group_.ranks[number];
     setup.status = &rank.status;
-    setup.scratch_bytes = 128 << 10;
+    setup.scratch_bytes = scratch_bytes;
     setup.prefix = "stage", setup.timeout = std::chrono::seconds(20);
     setup.store = std::make_shared<StoreOf>(group_.store);
-    setup.shape = GpuWindow::Shape{.lanes = 3, .slots = 4, .chunk_bytes = 8 << 10};
+    setup.shape = shape;
     setup.fail = [&](const Error& error) {
       const std::lock_guard lock(mutex);
       rank.failures.push_back(error);
@@ -157,6 +158,9 @@ class World {
 
  public:
   int refusing = -1;
+  // Small, so that little data takes every slot several times; empty: as on devices.
+  std::optional<GpuWindow::Shape> shape = GpuWindow::Shape{.lanes = 3, .slots = 4, .chunk_bytes = 8 << 10};
+  size_t scratch_bytes = 128 << 10;
   std::function<SumOrder(int rank)> sums = [](int) { return SumOrder{}; };
 };
 
