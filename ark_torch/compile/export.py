@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ark_torch.compile import program_file
 from ark_torch.errors import CompileError
@@ -63,7 +65,12 @@ def export(
             options={"choose": "ark", "minimum": 1, **(options or {})},
         )
         function = compiled.forward if isinstance(model, nn.Module) else compiled
-        program = function.aot_compile((tuple(args), dict(kwargs or {})))
+        try:
+            program = function.aot_compile((tuple(args), dict(kwargs or {})))
+        except CompileError:
+            raise
+        except Exception as error:  # from what pickles guards: PyTorch, or a tensor subclass
+            raise _unsavable(model) or error from error
         written = target.with_name(f".{target.name}.{os.getpid()}")
         try:
             program.save_compiled_function(str(written), **_outside(model, program.save_compiled_function))
@@ -71,6 +78,30 @@ def export(
             written.replace(target)
         finally:
             written.unlink(missing_ok=True)
+
+
+def _unsavable(model: object) -> CompileError | None:
+    """What PyTorch cannot pickle of a model to compare others with, and what helps; None: nothing known."""
+    parts = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
+    held = {
+        f"{name}.{key}".lstrip("."): type(one).__name__
+        for name, part in parts.items()
+        for key, one in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
+        if is_traceable_wrapper_subclass(one)
+    }
+    if held:
+        name, kind = next(iter(held.items()))
+        return CompileError(
+            f"export: PyTorch does not save programs of models that hold a {kind} ({name}): keep codes and scales as "
+            "plain buffers, as examples/llama/quantized.py does, or compile the model where it runs"
+        )
+    for name, part in parts.items():
+        if is_parametrized(part):
+            return CompileError(
+                f"export: PyTorch does not save programs of parametrized modules ({name}): call "
+                "torch.nn.utils.parametrize.remove_parametrizations first"
+            )
+    return None
 
 
 def _outside(model: object, interface: Callable[..., Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import models
 import pytest
@@ -183,6 +184,54 @@ def test_bad_exports_are_refused(tmp_path: Path) -> None:
         ark_torch.export(step, (x,), tmp_path / "a", kwargs=[1])  # type: ignore[arg-type]
     with pytest.raises(FileNotFoundError):
         ark_torch.load(tmp_path / "none")
+    assert not list(tmp_path.iterdir())
+
+
+class Coded(Tensor):
+    """As torchao's quantized weights: a tensor made of others, with the operators of a linear layer alone."""
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scale: Tensor) -> Coded:
+        return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)  # type: ignore[attr-defined, no-any-return]
+
+    def __init__(self, codes: Tensor, scale: Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return "Coded"
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], *_: object) -> Coded:
+        return cls(inner["codes"], inner["scale"])
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.nn.functional.linear:
+            return args[0] @ (args[1].codes.to(args[0].dtype) * args[1].scale).t()
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.ops.aten.detach.default, torch.ops.aten.view.default):  # of the same shape
+            return cls(args[0].codes, args[0].scale)
+        raise NotImplementedError(f"{function} of Coded")
+
+
+def test_models_that_pytorch_cannot_save_are_named_with_what_helps(tmp_path: Path) -> None:
+    x, plain = torch.randn(2, 32), torch.nn.Linear(32, 16, bias=False)
+    codes = Coded(torch.randint(-128, 128, (16, 32), dtype=torch.int8), torch.rand(16, 1))
+    coded = torch.nn.Sequential(torch.nn.Linear(32, 16, bias=False), torch.nn.ReLU()).requires_grad_(False).eval()
+    coded[0].weight = torch.nn.Parameter(codes, requires_grad=False)
+    call = torch.compile(coded, backend="ark", options={"choose": "ark", "fallback": False})
+    torch.testing.assert_close(call(x), coded(x))
+    normed = torch.nn.utils.parametrizations.weight_norm(plain).eval()
+    for model, why in ((coded, r"a Coded \(0.weight\): keep codes"), (normed, "parametrized modules")):
+        with pytest.raises(CompileError, match=f"export: PyTorch does not save programs of .*{why}"):
+            ark_torch.export(model, (x,), tmp_path / "a")
     assert not list(tmp_path.iterdir())
 
 

@@ -240,4 +240,20 @@ FAULTS = (
         "stores past the caches may be seen after the release behind them",
         "compiler/passes.cache_policy_test",
     ),
+    fault(
+        "loop.prefetch_by_the_cache",
+        "csrc/compiler/passes/cache_policy.cpp",
+        "product.m == 1 && uses_.step_bytes() <= kNearShare * held",
+        "product.m == 1 && uses_.step_bytes() >= kNearShare * held",
+        "a CPU asks for what its caches hold, and not for what they do not",
+        "compiler/passes.cache_policy_test",
+    ),
+    fault(
+        "loop.prefetch_of_tables",
+        "csrc/compiler/passes/cache_policy.cpp",
+        "if (bag != nullptr && access.value == bag->table &&",
+        "if (bag != nullptr && access.value == bag->index &&",
+        "rows of tables beyond the caches are not asked for",
+        "compiler/passes.cache_policy_test",
+    ),
 )

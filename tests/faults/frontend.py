@@ -89,4 +89,12 @@ FAULTS = (
         "steps whose arguments change places read what was just written",
         "tests/compile/test_resident.py -k places",
     ),
+    fault(
+        "compile.damaged_programs",
+        HERE + "program_file.py",
+        "    if hashlib.sha256(content[:begin]).hexdigest() != checksum:",
+        "    if False:",
+        "an exported program that lost a bit is run",
+        "tests/compile/test_ahead_of_time.py -k no_programs",
+    ),
 )
