@@ -7,13 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from support import start
+from support.scripts import changed
 
 FOLDER = start.TESTS.parent / "benchmarks"
 
 
-@pytest.mark.changed("benchmarks/*.py", "benchmarks/*.sh")
+@changed("low_bits.py")
 def test_a_decoding_step_of_each_form(tmp_path: Path) -> None:
     options = ["--size", "tiny", "--backends", "ark", "--turns", "2", "--output", str(tmp_path)]
     done = subprocess.run(

@@ -7,14 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from support import start
+from support.scripts import changed
 
 FOLDER = start.TESTS.parent / "benchmarks"
 MODELS = ["clip text, batch 8", "gpt2-xl prefill 512", "llama-1b decode, batch 4"]
 
 
-@pytest.mark.changed("benchmarks/many_rows.py", "benchmarks/cache_policy_apps.py", "benchmarks/gpu_models.py")
+@changed("many_rows.py")
 def test_small_models_are_measured(tmp_path: Path) -> None:
     def run(*models: str) -> tuple[list[dict], str]:
         command = [sys.executable, str(FOLDER / "many_rows.py"), "--device", "as-cuda", "--only", *models]

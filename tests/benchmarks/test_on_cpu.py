@@ -26,8 +26,8 @@ import torch
 import training
 import training_report
 from support import launcher, start
+from support.scripts import changed
 
-of_benchmarks = pytest.mark.changed("benchmarks/*.py", "benchmarks/*.sh")
 FOLDER = start.TESTS.parent / "benchmarks"
 
 
@@ -44,7 +44,7 @@ def report(folder: Path) -> dict[str, Any]:
     return found
 
 
-@of_benchmarks
+@changed("four_gpus.sh", "interference.py", "compressed.py")
 def test_four_gpus_part_by_part(tmp_path: Path, leaves_nothing: None) -> None:
     def call(*parts: str) -> subprocess.CompletedProcess[str]:
         told = {"DEVICE": "cpu", "RANKS": "2", "SECONDS_ALL": "140", "PYTHON": sys.executable}
@@ -66,7 +66,7 @@ def test_four_gpus_part_by_part(tmp_path: Path, leaves_nothing: None) -> None:
     assert again.returncode == 0 and again.stdout.strip() == "# failed: none", again.stdout + again.stderr
 
 
-@of_benchmarks
+@changed("interference.py")
 @pytest.mark.parametrize("ranks", ["2", "3"])
 def test_interference(ranks: str, tmp_path: Path, leaves_nothing: None) -> None:
     small = ["--megabytes", "0.02", "--rounds", "1", "--product", "32", "--window-ms", "5"]
@@ -87,7 +87,7 @@ def test_interference(ranks: str, tmp_path: Path, leaves_nothing: None) -> None:
     assert interference.table(report(tmp_path)).count("\n| all_") == len(rows)
 
 
-@of_benchmarks
+@changed("fused.py")
 def test_fused(tmp_path: Path, leaves_nothing: None) -> None:
     ways = ["eager_gloo", "pool", "pool_gloo", "pool_ark", "fused", "eager_step", "fused_step"]
     small = ["--shapes", "T2-D16-L4-B8", "T1-D33-L3-B5", "--rows", "50", "--rounds", "1", "--training", "--ways", *ways]
@@ -102,7 +102,7 @@ def test_fused(tmp_path: Path, leaves_nothing: None) -> None:
     assert fused.table(report(tmp_path)).count("\n| T") == len(rows)
 
 
-@of_benchmarks
+@changed("compressed.py")
 def test_compressed(tmp_path: Path, leaves_nothing: None) -> None:
     done = run("compressed.py", "--device", "cpu", "--sizes", "0.01", "0.03", "--rounds", "1", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -119,7 +119,7 @@ def test_compressed(tmp_path: Path, leaves_nothing: None) -> None:
     assert table.count(" ranks |") == 2 and table.count(", nearest |") == 8
 
 
-@of_benchmarks
+@changed("dlrm_step.py")
 @pytest.mark.parametrize("ranks", ["2", pytest.param("3", marks=pytest.mark.nightly)])
 def test_dlrm_step(ranks: str, tmp_path: Path, leaves_nothing: None) -> None:
     ways = ["eager_gloo", "padded_gloo", "ark"]
@@ -134,7 +134,7 @@ def test_dlrm_step(ranks: str, tmp_path: Path, leaves_nothing: None) -> None:
     assert dlrm_step.table(report(tmp_path)).count("\n| D") == len(rows)
 
 
-@of_benchmarks
+@changed("pipeline.py")
 def test_pipeline(tmp_path: Path, leaves_nothing: None) -> None:
     small = ["--hidden", "32", "--heads", "2", "--sequence", "16", "--micro-batches", "4", "--layers", "2"]
     done = run("pipeline.py", "--device", "cpu", *small, "--rounds", "1", "--steps", "1", folder=tmp_path)
@@ -147,7 +147,7 @@ def test_pipeline(tmp_path: Path, leaves_nothing: None) -> None:
     assert pipeline.table(report(tmp_path)).count("(eager)") == 2 * len(rows)
 
 
-@of_benchmarks
+@changed("fused_products.py")
 def test_fused_products(tmp_path: Path, leaves_nothing: None) -> None:
     shapes = ["all_reduce-6x16x8", "reduce_scatter-8x16x10", "all_gather-8x10x16"]
     ways = ["product", "eager_gloo", "unfused", "default"]
@@ -164,7 +164,7 @@ def test_fused_products(tmp_path: Path, leaves_nothing: None) -> None:
     assert all(f"\n| {shape}" in table for shape in shapes)
 
 
-@of_benchmarks
+@changed("fused_moe.py")
 def test_fused_moe(tmp_path: Path, leaves_nothing: None) -> None:
     shapes = ["E4-K2-16x24-T6", "E2-K1-8x8-T1"]
     ways = ["experts", "eager_gloo", "even_gloo", "dispatch", "pieces", "layer", "eager_step", "step"]
@@ -181,7 +181,7 @@ def test_fused_moe(tmp_path: Path, leaves_nothing: None) -> None:
     assert all(f"\n| {shape}" in table for shape in shapes)
 
 
-@of_benchmarks
+@changed("grouped_products.py")
 def test_grouped_products(tmp_path: Path, leaves_nothing: None) -> None:
     small = ["--shapes", "3-16x24-10", "2-8x8-1", "--rounds", "1"]
     done = run("grouped_products.py", "--device", "cpu", *small, folder=tmp_path)
@@ -198,7 +198,7 @@ def test_grouped_products(tmp_path: Path, leaves_nothing: None) -> None:
     assert all(table.count(f"\n| {shape} |") == 1 for shape in ("3-16x24-10", "2-8x8-1"))
 
 
-@of_benchmarks
+@changed("training.py")
 def test_training(tmp_path: Path, leaves_nothing: None) -> None:
     modes = ["captured", "captured_fsdp2", "graph", "ddp", "fsdp2"]
     small = ["--models", "tiny", "--rounds", "1", "--steps", "1", "--bucket-mb", "0.1"]
@@ -220,7 +220,7 @@ def test_training(tmp_path: Path, leaves_nothing: None) -> None:
     assert training_report.table(report(tmp_path)).count("\n| tiny") == len(rows)
 
 
-@of_benchmarks
+@changed("decode.py", "decode_ranks.py")
 def test_decoding_on_several_ranks(tmp_path: Path, leaves_nothing: None) -> None:
     other = tmp_path / "bare_loop"
     other.write_text("#!/bin/sh\necho 645 us\n")
@@ -238,7 +238,7 @@ def test_decoding_on_several_ranks(tmp_path: Path, leaves_nothing: None) -> None
     assert done.stdout.count("\n| 2 |") == 2, done.stdout
 
 
-@of_benchmarks
+@changed("interference.py", "training.py", "dma.py")
 @pytest.mark.parametrize("script", ["interference.py", "training.py", "dma.py"])
 def test_without_a_gpu_one_sentence(script: str, tmp_path: Path) -> None:
     done = run(script, folder=tmp_path, CUDA_VISIBLE_DEVICES="")
@@ -258,7 +258,7 @@ if __name__ == "__main__":
 """
 
 
-@of_benchmarks
+@changed("interference.py")
 def test_what_time_does_not_allow_is_left_out(tmp_path: Path) -> None:
     script = tmp_path / "patient.py"
     script.write_text(PATIENT.format(folder=str(FOLDER)))
@@ -288,7 +288,7 @@ if __name__ == "__main__":
 """
 
 
-@of_benchmarks
+@changed("on_gpus.py")
 @pytest.mark.parametrize("broken", [False, True])
 def test_ranks_that_hang_are_ended_and_what_they_wrote_is_kept(
     broken: bool, tmp_path: Path, leaves_nothing: None
@@ -350,7 +350,7 @@ def test_variants_of_ark() -> None:
             on_gpus.variant(text)
 
 
-@of_benchmarks
+@changed("nodes.py")
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("tc"), reason="needs root and iproute2")
 def test_nodes(tmp_path: Path) -> None:
     """Two namespaces on a shaped link: results are checked, and the table is made from the file."""
@@ -367,7 +367,6 @@ def test_nodes(tmp_path: Path) -> None:
     assert "| all_reduce |" in nodes.table(about)
 
 
-@of_benchmarks
 @pytest.mark.nightly
 def test_contest(tmp_path: Path) -> None:
     """Every contestant is timed, and the table is made from the file."""
@@ -420,7 +419,6 @@ def test_a_contest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert [row["model"] for row in json.loads(file.read_text())["rows"]] == ["t5"]
 
 
-@of_benchmarks
 @pytest.mark.nightly
 def test_cache_policies(tmp_path: Path) -> None:
     """Small models under all four options: the same bits, table, picture and JSON, and the plot from the JSON alone."""

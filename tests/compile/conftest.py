@@ -27,6 +27,17 @@ OF_THE_CACHE = ("test_choice", "test_costs", "test_explained", "test_host_compil
 FULLY_OPTIMISED = ("test_models", "test_huggingface", "test_operators", "test_host_compiler", "test_integers")
 
 
+@pytest.hookimpl(hookwrapper=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """By day one worker has all tests whose ranks compile: the process that forks these has imported Inductor."""
+    if config.pluginmanager.hasplugin("xdist") and not config.getoption("--night"):
+        for item in items:
+            ranks = isinstance(item, pytest.Function) and {"run_ranks", "Job"} & vars(item.module).keys()
+            if ranks and item.path.parent == Path(__file__).parent:
+                item.add_marker(pytest.mark.xdist_group("compiling ranks"))
+    yield
+
+
 @pytest.fixture(autouse=True)
 def fresh(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     module = request.module.__name__

@@ -121,8 +121,8 @@ def test_inductor_serves_until_it_is_decided(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_fastest_goes_on_alone(winner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Slowed(contest.Contest):
         def __init__(self, contestants: Any, on_gpu: bool = False) -> None:
-            def slow(run: Any) -> Any:
-                return lambda *arguments: (time.sleep(0.003), run(*arguments))[1]
+            def slow(run: Any) -> Any:  # by more than a busy machine makes the winner wait for its threads
+                return lambda *arguments: (time.sleep(0.03), run(*arguments))[1]
 
             super().__init__({name: run if name == winner else slow(run) for name, run in contestants.items()}, on_gpu)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from datetime import timedelta
@@ -216,3 +217,31 @@ def test_row_7_wrong_order_across_two_groups(tmp_path: Path) -> None:
         assert sorted(p["last_started"] for p in progress.values() if p["last_scheduled"])[-1] >= 2, progress
         assert len(progress) >= 3, "both groups and the world are in the dump"
     assert set(flight_dumps(tmp_path)) == {0, 1}
+
+
+# -- on another node
+
+
+def _hears_late(rank: Rank) -> None:
+    """Ranks 1 and 2 disagree in the memory of their node, so that rank 0 hears of it from their notes alone."""
+    os.environ["ARK_NODE"] = str((0, 1, 1)[rank.rank])
+    rank.init()
+    dist.barrier()
+    rank.report("running")
+    if rank.rank != 0:
+        rank.wait_for("go")
+    with pytest.raises(RuntimeError, match=r"ranks disagree: rank \d called .*, rank \d called"):
+        dist.all_reduce(torch.ones(4 if rank.rank == 1 else 3))
+        dist.barrier()
+
+
+def test_a_rank_that_hears_late_hears_the_cause() -> None:
+    """The others are done with the group long before, and stay for the rank that is only slow."""
+    with Job(_hears_late, 3) as job:
+        job.wait_all("running")
+        time.sleep(0.2)  # rank 0 is in its all_reduce
+        job.stop(0)
+        job.go_all("go")
+        time.sleep(1.5)
+        job.resume(0)
+        job.values()

@@ -101,11 +101,11 @@ def test_row_13_double_destroy() -> None:
     record("13", "double destroy", "no abort", time.monotonic() - started)
 
 
-def _fork_and_exit(rank: Rank) -> None:
+def _fork_and_exit(rank: Rank, children: int) -> None:
     """A forked child (a DataLoader's worker) exits without affecting the parent's group."""
     rank.init()
     dist.all_reduce(torch.ones(3))
-    for _ in range(5):
+    for _ in range(children):
         pid = os.fork()
         if pid == 0:
             raise SystemExit(0)  # through the interpreter's shutdown with all destructors
@@ -136,9 +136,10 @@ def _fork_quietly(rank: Rank) -> None:
     dist.all_reduce(torch.ones(10))
 
 
-def test_row_13_forked_children_exit() -> None:
+def test_row_13_forked_children_exit(request: pytest.FixtureRequest) -> None:
     started = time.monotonic()
-    run_ranks(_fork_and_exit, 2, timeout=60, leaves_at_once=False)
+    children = 5 if request.config.getoption("--night") else 2
+    run_ranks(_fork_and_exit, 2, children, timeout=60, leaves_at_once=False)
     record("13", "forked children shut down, the parents go on", "no abort", time.monotonic() - started)
 
 

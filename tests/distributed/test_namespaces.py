@@ -6,6 +6,8 @@ between them, bit for bit. Needs root and the ip command; a skip is reported and
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 import os
 import shutil
 import subprocess
@@ -13,13 +15,15 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support import processes, tables
-from support.launcher import BACKEND
-from support.start import base_environment
+from support import tables
+from support.launcher import BACKEND, Job
+from support.rank import Rank
 
-SCRIPT = Path(__file__).with_name("scripts") / "two_machines.py"
+SCRIPTS = Path(__file__).with_name("scripts")
+CLONE_NEWNS, CLONE_NEWNET, MS_REC, MS_PRIVATE = 0x20000, 0x40000000, 0x4000, 0x40000  # of Linux's headers
 
 
 def _can_make_namespaces() -> str:
@@ -72,55 +76,46 @@ def namespaces() -> Iterator[list[tuple[str, str]]]:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
+def _enter(namespace: str, private_mounts: bool) -> None:
+    """Moves this process there: what it opens from now on belongs to that network."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def call(name: str, *arguments: Any) -> None:
+        if getattr(libc, name)(*arguments):
+            raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
+
+    with open(f"/run/netns/{namespace}") as file:
+        call("setns", file.fileno(), CLONE_NEWNET)
+    if private_mounts:  # also a private /dev/shm, as in two containers, because names must not matter
+        call("unshare", CLONE_NEWNS)
+        call("mount", b"none", b"/", None, MS_REC | MS_PRIVATE, None)
+        call("mount", b"none", b"/dev/shm", b"tmpfs", 0, None)
+
+
+def _on_a_machine(rank: Rank, machines: list[tuple[str, str]], private_mounts: bool) -> None:
+    name, link = machines[rank.rank]
+    _enter(name, private_mounts)
+    os.environ["GLOO_SOCKET_IFNAME"] = link
+    sys.path.insert(0, str(SCRIPTS))
+    importlib.import_module("two_machines").main()
+
+
 def _run(
-    namespaces: list[tuple[str, str]],
-    placement: list[int],
-    limit: float = 120,
-    private_mounts: bool = False,
-    **env: str,
-) -> list[tuple[int, str]]:
+    namespaces: list[tuple[str, str]], placement: list[int], private_mounts: bool = False, **env: str
+) -> list[tuple[int | None, str]]:
     """Runs rank r in namespace placement[r]. Returns exit codes and outputs."""
-    running = []
-    port = 23_000 + os.getpid() % 20_000
-    for rank, place in enumerate(placement):
-        name, link = namespaces[place]
-        # Also a private /dev/shm and /tmp, as in two containers, because names must not matter.
-        isolation = ["unshare", "--mount"] if private_mounts else []
-        shell = f"mount -t tmpfs none /dev/shm && exec {sys.executable} {SCRIPT}" if private_mounts else ""
-        command = [*isolation, "sh", "-c", shell] if private_mounts else [sys.executable, str(SCRIPT)]
-        environment = base_environment(
-            RANK=str(rank),
-            WORLD_SIZE=str(len(placement)),
-            MASTER_ADDR="10.77.0.1",
-            MASTER_PORT=str(port),
-            GLOO_SOCKET_IFNAME=link,
-            PYTHONFAULTHANDLER="1",
-            ARK_TEST_PLACEMENT=",".join(map(str, placement)),
-            **env,
-        )
-        running.append(
-            subprocess.Popen(
-                ["ip", "netns", "exec", name, *command],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    results = []
-    deadline = time.monotonic() + limit
-    try:
-        for process in running:
-            output, _ = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
-            results.append((process.returncode, output))
-    except subprocess.TimeoutExpired:
-        processes.end_tree([process.pid for process in running])
-        outputs = [process.communicate()[0] for process in running]
-        raise AssertionError(f"not done in {limit} s: {outputs}") from None
-    return results
+    meet = {
+        "MASTER_ADDR": "10.77.0.1",
+        "MASTER_PORT": str(23_000 + os.getpid() % 20_000),
+        "ARK_TEST_PLACEMENT": ",".join(map(str, placement)),
+    }
+    machines = [namespaces[place] for place in placement]
+    by_day = "ARK_TEST_NIGHT" not in os.environ
+    with Job(_on_a_machine, len(placement), machines, private_mounts, env=meet | env, leaves_at_once=by_day) as job:
+        return [(outcome.exit_code, outcome.log) for outcome in job.finish(120)]
 
 
-def _check(results: list[tuple[int, str]], carried: bool) -> None:
+def _check(results: list[tuple[int | None, str]], carried: bool) -> None:
     for rank, (code, output) in enumerate(results):
         assert code == 0, f"rank {rank} ended with {code}:\n{output}"
         assert f"ok from rank {rank}" in output, output

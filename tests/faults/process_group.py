@@ -113,8 +113,8 @@ FAULTS = (
     fault(
         "group.carried_note",
         "csrc/process_group/carriers/carried_notes.cpp",
-        "    if (peer == rank_) continue;\n",
-        "    if (peer >= 0) continue;\n",
+        "    if (peer != rank_) send_to(peer);\n",
+        "    if (peer < 0) send_to(peer);\n",
         "ranks of other nodes wait for one that has failed",
         "tests/distributed/test_carried.py",
     ),

@@ -28,7 +28,7 @@ from typing import Any
 
 from support import processes, wire
 from support.outcome import Outcome, RanksFailed
-from support.start import Zygote, base_environment, shared_zygote, store_address
+from support.start import TESTS, Zygote, base_environment, shared_zygote, store_address
 
 DEFAULT_TIMEOUT = 120.0
 BACKEND = os.environ.get("ARK_TEST_BACKEND", "ark")
@@ -80,7 +80,9 @@ class Job:
         if spawn:
             self.pids = [self._spawn(spec, index, fd) for index, fd in enumerate(ends)]
         else:
-            self.pids = (zygote or shared_zygote()).fork(spec, ends)
+            compiles = Path(spec["path"]).parent == TESTS / "compile"
+            preload = Zygote.COMPILING if compiles else Zygote.WARM
+            self.pids = (zygote or shared_zygote(preload)).fork(spec, ends)
         self.started = time.monotonic()
         self.socks = [ours for ours, _ in pairs]
         for index, (ours, theirs) in enumerate(pairs):

@@ -50,6 +50,8 @@ class Zygote:
     # Dynamo: functional collectives import it at first use, which takes three seconds in every rank. The others are
     # what test modules import, which takes half of a short rank's time.
     WARM = ("torch", "torch.distributed", "torch._dynamo", "pytest", "support.grid", "support.launcher")
+    # For ranks that compile. Inductor takes them a second, and would make every other rank's start and end slower.
+    COMPILING = (*WARM, "torch._inductor.compile_fx")
 
     def __init__(self, preload: tuple[str, ...] = WARM, patience: float = 120.0, **env: str) -> None:
         ours, theirs = socket.socketpair()
@@ -81,7 +83,7 @@ class Zygote:
 
 _zygotes: set[int] = set()
 _kept: set[int] = set()
-_shared: dict[str, Any] = {}
+_shared: dict[Any, Any] = {}  # the store, and zygotes by what they have imported
 
 
 def zygote_pids() -> frozenset[int]:
@@ -98,10 +100,10 @@ def forget(pids: list[int]) -> None:
     _kept.difference_update(pids)
 
 
-def shared_zygote() -> Zygote:
-    if "zygote" not in _shared:
-        _shared["zygote"] = Zygote()
-    return _shared["zygote"]
+def shared_zygote(preload: tuple[str, ...] = Zygote.WARM) -> Zygote:
+    if preload not in _shared:
+        _shared[preload] = Zygote(preload)
+    return _shared[preload]
 
 
 def store_address() -> tuple[str, int]:
@@ -113,9 +115,10 @@ def store_address() -> tuple[str, int]:
 
 
 def close_shared() -> None:
-    zygote = _shared.pop("zygote", None)
-    if zygote is not None:
-        zygote.close()
+    for preload in (Zygote.WARM, Zygote.COMPILING):
+        zygote = _shared.pop(preload, None)
+        if zygote is not None:
+            zygote.close()
     _shared.pop("store", None)
 
 

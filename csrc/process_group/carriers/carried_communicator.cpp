@@ -26,8 +26,8 @@ CarriedCommunicator::CarriedCommunicator(int rank, int size, std::shared_ptr<Car
   node_ =
       std::make_unique<ShmCommunicator>(plan_.local(), static_cast<int>(plan_.own().size()), std::move(node), options);
   node_->health().set_patience_outside(CarriedMessages::kForALateStory + beats_->patience());
-  auto notes =
-      std::make_unique<FailureNotes>(std::move(notes_by), rank, size, [this](const Error& error) { fail(error); });
+  auto notes = std::make_unique<FailureNotes>(std::move(notes_by), rank, size, plan_,
+                                              [this](const Error& error) { fail(error); });
   std::unique_lock lock(mutex_);
   notes_ = std::move(notes);
   const std::optional<int> early = lost_early_;
@@ -104,6 +104,17 @@ struct CarriedCommunicator::Current {
   CarriedCommunicator& of;
 };
 
+// A connection ends because its rank has left a failed group. The reason may have reached another rank of this node and
+// not yet this one.
+void CarriedCommunicator::raise_what_the_node_knows(const OperationContext& context) {
+  try {
+    node_->health().check_alive(context);
+  } catch (const Error& cause) {
+    fail(cause);
+    throw;
+  }
+}
+
 template <class Body>
 void CarriedCommunicator::guarded(const Operation& given, Body&& body) {
   Operation operation = given;
@@ -126,9 +137,11 @@ void CarriedCommunicator::guarded(const Operation& given, Body&& body) {
   } catch (const CarriedMessages::Aborted&) {
     node_->health().raise(operation.context);
   } catch (const Error& error) {
+    if (error.kind() == ErrorKind::peer_lost) raise_what_the_node_knows(operation.context);
     fail(error);
     throw;
   } catch (const std::exception& error) {  // the carrier could not even begin
+    raise_what_the_node_knows(operation.context);
     const Error own(ErrorKind::peer_lost,
                     carrier_->name() + ", which carries this group between nodes, failed: " + error.what(),
                     ErrorContext{rank_, -1, operation.context.name, operation.context.sequence,

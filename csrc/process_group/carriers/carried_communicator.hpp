@@ -80,6 +80,7 @@ class CarriedCommunicator : public Communicator {
   void guarded(const Operation& operation, Body&& body);
   void fail(const Error& error);
   void lost(int local);
+  void raise_what_the_node_knows(const OperationContext& context);
 
   // First messages: post the receives, send one, or wait for one and compare it.
   void expect(const std::vector<int>& peers);

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstring>
 #include <string>
+#include <utility>
 
 #include "process_group/carriers/carried_messages.hpp"
 #include "util/start_thread.hpp"
@@ -14,7 +15,10 @@ namespace ark {
 
 namespace {
 
-constexpr auto kForHearing = std::chrono::milliseconds(1000);  // time for the others' notes before this rank leaves
+// Time for the others' notes before this rank leaves. The first is for all, the second for ranks that are only slow, as
+// on a machine with too many processes.
+constexpr auto kForHearing = std::chrono::milliseconds(1000);
+constexpr auto kForTheSlow = std::chrono::milliseconds(5000);
 
 template <size_t kRoom>
 void put_text(char (&target)[kRoom], const std::string& text) {
@@ -30,9 +34,10 @@ std::string text_of(const char (&text)[kRoom]) {
 
 }  // namespace
 
-FailureNotes::FailureNotes(std::shared_ptr<Carrier> carrier, int rank, int size,
+FailureNotes::FailureNotes(std::shared_ptr<Carrier> carrier, int rank, int size, const NodePlan& plan,
                            std::function<void(const Error&)> heard)
-    : carrier_(std::move(carrier)), rank_(rank), size_(size), heard_(std::move(heard)) {
+    : carrier_(std::move(carrier)), rank_(rank), size_(size), plan_(plan), heard_(std::move(heard)), settled_(size) {
+  settled_[rank] = true;
   expect();
   thread_ = start_thread("the thread that hears of other nodes' failures", [this] { listen(); });
 }
@@ -45,11 +50,33 @@ void FailureNotes::close() {
   if (!thread_.joinable()) return;
   {
     std::unique_lock lock(mutex_);
-    if (told_) changed_.wait_for(lock, kForHearing, [this] { return heard_of_ >= size_ - 1; });
+    if (told_ && !changed_.wait_for(lock, kForHearing, [this] { return may_leave(false); })) {
+      for (int peer = 0; peer < size_; ++peer)  // only a send shows that a connection has ended
+        if (!settled_[peer]) send_to(peer);
+      changed_.wait_for(lock, kForTheSlow - kForHearing, [this] { return may_leave(true); });
+    }
     closing_ = true;
     if (listening_) listening_->abort();
   }
   thread_.join();
+}
+
+void FailureNotes::send_to(int peer) {
+  try {
+    sends_.push_back(carrier_->send(peer, tag_of(MessageChannel::failure), &outgoing_, sizeof outgoing_));
+  } catch (const std::exception&) {  // the connection has ended: that rank knows already, or is the one that failed
+    settled_[peer] = true;
+  }
+}
+
+// A patient rank stays for all but those of the node that is late or gone; shared memory tells these.
+bool FailureNotes::may_leave(bool patient) const {
+  const auto kind = static_cast<ErrorKind>(outgoing_.kind);
+  const int culprit = outgoing_.culprit;
+  const bool absent = (kind == ErrorKind::timeout || kind == ErrorKind::peer_lost) && culprit >= 0 && culprit < size_;
+  for (int peer = 0; peer < size_; ++peer)
+    if (!settled_[peer] && !(patient && absent && plan_.node_of(peer) == plan_.node_of(culprit))) return false;
+  return true;
 }
 
 bool FailureNotes::expect() {
@@ -66,7 +93,8 @@ void FailureNotes::listen() {
       if (!listening_->wait(forever)) return;
       const Note note = incoming_;
       std::unique_lock lock(mutex_);
-      const bool first = heard_of_++ == 0;
+      const bool first = !std::exchange(heard_any_, true);
+      if (note.from >= 0 && note.from < size_) settled_[note.from] = true;
       changed_.notify_all();
       lock.unlock();
       if (first) hand_over(note);
@@ -99,13 +127,8 @@ void FailureNotes::tell(const Error& error) {
   outgoing_.kind = static_cast<uint32_t>(error.kind());
   put_text(outgoing_.operation, error.context().operation);
   put_text(outgoing_.text, error.message());
-  for (int peer = 0; peer < size_; ++peer) {
-    if (peer == rank_) continue;
-    try {
-      sends_.push_back(carrier_->send(peer, tag_of(MessageChannel::failure), &outgoing_, sizeof outgoing_));
-    } catch (const std::exception&) {  // the connection has ended: that rank knows already, or is the one that failed
-    }
-  }
+  for (int peer = 0; peer < size_; ++peer)
+    if (peer != rank_) send_to(peer);
 }
 
 }  // namespace ark

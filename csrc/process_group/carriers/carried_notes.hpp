@@ -2,8 +2,9 @@
 //
 // Shared memory reports failures within a node (health/group_health.hpp), but a rank that waits for another node's
 // message does not look there. So a thread of each rank waits for notes and hands over the first one. All ranks then
-// fail with the same cause, and each tells the others once. A closing connection may lose what the peer has not read,
-// so a rank that leaves a failed group waits briefly for the others' notes, which show that they know.
+// fail with the same cause, and each tells the others. A closing connection may lose what the peer has not read, so a
+// rank that leaves a failed group waits for the others' notes, which show that they know: briefly for a node that is
+// late or gone, longer for ranks that are only slow.
 #pragma once
 
 #include <condition_variable>
@@ -12,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "collectives/node_plan.hpp"
 #include "process_group/carriers/carrier.hpp"
 #include "util/error.hpp"
 
@@ -20,7 +22,8 @@ namespace ark {
 class FailureNotes {
  public:
   // heard: called on the thread that receives notes.
-  FailureNotes(std::shared_ptr<Carrier> carrier, int rank, int size, std::function<void(const Error&)> heard);
+  FailureNotes(std::shared_ptr<Carrier> carrier, int rank, int size, const NodePlan& plan,
+               std::function<void(const Error&)> heard);
   ~FailureNotes();
 
   void tell(const Error& error);  // from any thread; never waits or throws
@@ -39,17 +42,20 @@ class FailureNotes {
   void listen();
   bool expect();  // posts the next receive; false: no more
   void hand_over(const Note& note) const;
+  void send_to(int peer);
+  bool may_leave(bool patient) const;
 
   const std::shared_ptr<Carrier> carrier_;
   const int rank_, size_;
+  const NodePlan& plan_;
   const std::function<void(const Error&)> heard_;
   Note incoming_{}, outgoing_{};
   std::mutex mutex_;  // guards the members below
   Carrier::MessagePtr listening_;
   std::vector<Carrier::MessagePtr> sends_;
   std::condition_variable changed_;
-  bool told_ = false, closing_ = false;
-  int heard_of_ = 0;  // number of notes received
+  bool told_ = false, closing_ = false, heard_any_ = false;
+  std::vector<bool> settled_;  // by rank: it has sent its note, or its connection has ended
   std::thread thread_;
 };
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "slots.hpp"
+#include "support/night.hpp"
 #include "support/wait_until.hpp"
 
 namespace ark::protocol {
@@ -70,12 +71,13 @@ void exchange(Memory& memory, int team, uint64_t first, uint64_t count, bool exa
 }
 
 TEST(ChannelWords, MessagesArriveWholeOverManyRounds) {
+  const int many = test::cases(400);
   for (uint64_t slots : {1, 2, 3, 8}) {
     for (int team : {1, 2}) {
       Memory memory(slots);
-      exchange(memory, team, 0, 400, false);
-      exchange(memory, team, 400, 101, false);  // the next launch, in the middle of the ring
-      exchange(memory, team, 501, 100, true);
+      exchange(memory, team, 0, many, false);
+      exchange(memory, team, many, 101, false);  // the next launch, in the middle of the ring
+      exchange(memory, team, many + 101, 100, true);
     }
   }
 }

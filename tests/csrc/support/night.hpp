@@ -1,4 +1,5 @@
-// Decides how many cases of a long test run: a part in the gate, all at night. For cases that only repeat a kind.
+// Decides how many cases of a long test run: a part in the gate, all at night. For cases that only repeat a kind. Cases
+// of a parametrized test that are for the night are instantiated under the prefix Night, which the gate leaves out.
 #pragma once
 
 #include <cstdlib>

@@ -1,6 +1,7 @@
 // Tests collectives over copy engines. All ranks and their streams run in this process, on host memory
 // (fake_driver.hpp).
 #include "collectives/cuda/copy_engine_group.hpp"
+#include "support/night.hpp"
 
 namespace ark {
 namespace {
@@ -13,7 +14,7 @@ class CopyEngineTest : public testing::TestWithParam<std::tuple<int, bool>> {};
 
 TEST_P(CopyEngineTest, RandomOperationsOneAfterTheOther) {
   const auto [ranks, windows] = GetParam();
-  for (uint64_t seed = 1; seed <= 3; ++seed) {
+  for (uint64_t seed = 1; seed <= 1U + test::cases(2); ++seed) {
     Group group(ranks, seed, windows);
     test::g_capturing = seed == 2;
     for (int i = 0; i < (ranks == 8 ? 12 : 40); ++i) group.prepare(group.draw());

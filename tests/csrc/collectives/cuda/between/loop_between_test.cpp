@@ -183,8 +183,8 @@ TEST_P(LoopBetween, ManySteps) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Nodes, LoopBetween,
-                         ::testing::Values(Form{2, 1, 1}, Form{2, 2, 2}, Form{3, 2, 0, 1, true}, Form{4, 1, 4},
-                                           Form{2, 5, 3}, Form{2, 1, 2, 2}));
+                         ::testing::Values(Form{2, 1, 1}, Form{2, 2, 2}, Form{3, 2, 0, 1, true}, Form{2, 1, 2, 2}));
+INSTANTIATE_TEST_SUITE_P(Night, LoopBetween, ::testing::Values(Form{4, 1, 4}, Form{2, 5, 3}));
 
 // Beside the group's own collectives, which have other lanes, and after another region.
 TEST_F(NodesTest, RegionsAndCollectivesHaveLanesOfTheirOwn) {
