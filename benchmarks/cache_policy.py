@@ -11,14 +11,13 @@
 On a GPU, one process per application and policy first compiles the kernels into the cache folder, several at once, so
 that nothing compiles during timing. Then each application is captured and lowered once, and runs under all policies in
 one process with the same weights and inputs. The policies take turns of a few replays of a CUDA graph, so that drift of
-the machine affects all equally. Only the turns of set-aside have a part of the cache set aside. Results must be
-bit-identical. `ratio` is the time with cache="none" over the time with the policy.
+the machine affects all equally. Their results must be bit-identical. `ratio` is the time with cache="none" over the
+time with the policy.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import itertools
 import json
 import math
@@ -41,7 +40,7 @@ from ark_torch.compile.report import Report
 from ark_torch.tools.bench import report as bench
 
 FOLDER = Path(__file__).resolve().parent
-POLICIES = ("auto", "none", "all-first", "all-last", "set-aside")
+POLICIES = ("auto", "none", "all-first", "all-last")
 # Variants of CacheCosts (csrc/compiler/schedule/plan.hpp), each with one constant changed.
 VARIANTS: dict[str, dict[str, Any]] = {
     "auto, 10 MB kept": {"kept_bytes": 10 << 20},
@@ -139,32 +138,6 @@ class Calls:
         return dict(Counter(access["cache"] for stage in stages for access in stage["accesses"]))
 
 
-class Aside:
-    """The part of the cache that the regions have set aside: only in the turns that measure it. A change also makes
-    plain lines of what earlier turns kept there."""
-
-    LIMIT = 6  # CU_LIMIT_PERSISTING_L2_CACHE_SIZE
-
-    def __init__(self) -> None:
-        self.driver = ctypes.CDLL("libcuda.so.1")
-        found = ctypes.c_size_t()
-        self._check(self.driver.cuCtxGetLimit(ctypes.byref(found), self.LIMIT))
-        self.bytes = self.now = found.value
-
-    def __call__(self, way: str) -> None:
-        wanted = self.bytes if way == "set-aside" else 0
-        if wanted == self.now:
-            return
-        torch.cuda.synchronize()
-        self._check(self.driver.cuCtxSetLimit(self.LIMIT, ctypes.c_size_t(wanted)))
-        self._check(self.driver.cuCtxResetPersistingL2Cache())
-        self.now = wanted
-
-    def _check(self, result: int) -> None:
-        if result != 0:
-            raise RuntimeError(f"the CUDA driver returned {result} for the size of the cache set aside")
-
-
 def flat(result: Any) -> list[torch.Tensor]:
     return [result] if isinstance(result, torch.Tensor) else [one for part in result for one in flat(part)]
 
@@ -182,11 +155,7 @@ def measured(name: str, arguments: argparse.Namespace) -> Row:
     if calls.device.type == "cuda":
         steps = {way: gpu_models.captured(step) for way, step in steps.items()}
     row: Row = {"application": name, "device": calls.device.type}
-    aside = Aside() if calls.device.type == "cuda" else None
-    row["aside_bytes"] = aside.bytes if aside else 0
-    row["microseconds"] = times = gpu_models.in_turns(steps, arguments.turns, calls.device, aside)
-    if aside:
-        aside("set-aside")  # what the regions expect to find when they end
+    row["microseconds"] = times = gpu_models.in_turns(steps, arguments.turns, calls.device)
     row["ratio"] = {way: times["none"]["median"] / of["median"] for way, of in times.items()}
     row["same_bits"] = all(same_bits(results["none"], one) for one in results.values())
     row["regions"] = len(calls.alternatives)
@@ -233,7 +202,7 @@ def summary(rows: list[Row]) -> Row:
         return {}
     names = rows[0]["ratio"]
     means = {way: math.exp(sum(math.log(row["ratio"][way]) for row in rows) / len(rows)) for way in names}
-    static = POLICIES[1:4]
+    static = POLICIES[1:]
     behind = {row["application"]: max(row["ratio"][way] for way in static) / row["ratio"]["auto"] - 1 for row in rows}
     return {"geometric_mean": means, "behind_best_static": behind}
 

@@ -105,16 +105,11 @@ def captured(step: Step) -> Step:
     return replay
 
 
-def in_turns(
-    steps: dict[str, Step], turns: int, device: torch.device, before: Callable[[str], None] | None = None
-) -> dict[str, dict[str, float]]:
-    """Returns for each: median, 10th and 90th percentile of the microseconds from the end of one call to the next.
-    `before` is called with the name ahead of each turn."""
+def in_turns(steps: dict[str, Step], turns: int, device: torch.device) -> dict[str, dict[str, float]]:
+    """Returns for each: median, 10th and 90th percentile of the microseconds from the end of one call to the next."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(turns):
         for name, step in steps.items():
-            if before is not None:
-                before(name)
             times[name] += on_device(step) if device.type == "cuda" else on_host(step)
     deciles = {name: statistics.quantiles(taken, n=10) for name, taken in times.items()}
     return {name: {"median": ten[4], "p10": ten[0], "p90": ten[8]} for name, ten in deciles.items()}

@@ -95,11 +95,10 @@ class Options:
     cache: str = _option(
         "cache",
         "auto",
-        ("auto", "none", "all-first", "all-last", "set-aside"),
+        ("auto", "none", "all-first", "all-last"),
         "What caches are told of each load and store; results are the same. auto: what the compiler chooses from when "
         "a value is read again and what the machine was measured to gain. none: plain loads and stores. all-first "
-        "(all-last): everything makes way first (last), for comparisons. set-aside: as auto, and on a GPU a part of "
-        "the cache is kept for the region's intermediates, from all that the process runs, until the region ends.",
+        "(all-last): everything makes way first (last), for comparisons.",
     )
     minimum: int = _option(
         "minimum",

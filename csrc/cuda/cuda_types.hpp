@@ -91,8 +91,6 @@ enum CUdevice_attribute : int {
   CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES = 98,
   CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102,
   CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED = 103,
-  CU_DEVICE_ATTRIBUTE_MAX_PERSISTING_L2_CACHE_SIZE = 108,
-  CU_DEVICE_ATTRIBUTE_MAX_ACCESS_POLICY_WINDOW_SIZE = 109,
   CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED = 110,
   CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED = 116,
   CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING = 118,
@@ -251,27 +249,9 @@ struct CUmemFabricHandle {
   unsigned char data[64];
 };
 
-enum CUlimit : int { CU_LIMIT_PERSISTING_L2_CACHE_SIZE = 6 };
-
-// What the second-level cache does with accesses to a range of addresses.
-enum CUaccessProperty : int {
-  CU_ACCESS_PROPERTY_NORMAL = 0,
-  CU_ACCESS_PROPERTY_STREAMING = 1,
-  CU_ACCESS_PROPERTY_PERSISTING = 2,
-};
-
-struct CUaccessPolicyWindow {
-  void* base_ptr;
-  size_t num_bytes;
-  float hitRatio;  // the part of its lines that have hitProp
-  CUaccessProperty hitProp;
-  CUaccessProperty missProp;
-};
-
 // Launches.
 enum CUlaunchAttributeID : int {
   CU_LAUNCH_ATTRIBUTE_IGNORE = 0,
-  CU_LAUNCH_ATTRIBUTE_ACCESS_POLICY_WINDOW = 1,
   CU_LAUNCH_ATTRIBUTE_COOPERATIVE = 2,
   CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION = 4,
   CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6,
@@ -280,7 +260,6 @@ enum CUlaunchAttributeID : int {
 
 union CUlaunchAttributeValue {
   char pad[64];
-  CUaccessPolicyWindow accessPolicyWindow;
   int cooperative;
   struct {
     unsigned int x, y, z;

@@ -32,9 +32,6 @@
   X(ctx_set_current, cuCtxSetCurrent, (CUcontext context))                                                             \
   X(ctx_synchronize, cuCtxSynchronize, (void))                                                                         \
   X(ctx_get_stream_priority_range, cuCtxGetStreamPriorityRange, (int* least, int* greatest))                           \
-  X(ctx_get_limit, cuCtxGetLimit, (size_t* value, CUlimit limit))                                                      \
-  X(ctx_set_limit, cuCtxSetLimit, (CUlimit limit, size_t value))                                                       \
-  X(ctx_reset_persisting, cuCtxResetPersistingL2Cache, (void))                                                         \
   /* modules, functions, launches */                                                                                   \
   X(module_load_data, cuModuleLoadData, (CUmodule* module, const void* image))                                         \
   X(module_unload, cuModuleUnload, (CUmodule module))                                                                  \

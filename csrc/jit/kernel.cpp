@@ -169,12 +169,12 @@ int resident_blocks(const Kernel& kernel, int threads, size_t dynamic_shared_byt
 }
 
 void launch(const Kernel& kernel, Dim3 grid, Dim3 block, size_t dynamic_shared_bytes, CUstream stream,
-            const void* params, size_t bytes, LaunchMode mode, const CUaccessPolicyWindow* window) {
+            const void* params, size_t bytes, LaunchMode mode) {
   if (bytes != kernel.param_bytes)
     throw Error(ErrorKind::invalid_argument, "kernel " + kernel.entry + " takes a struct of " +
                                                  std::to_string(kernel.param_bytes) + " bytes, and was given " +
                                                  std::to_string(bytes));
-  CUlaunchAttribute attributes[3] = {};
+  CUlaunchAttribute attributes[2] = {};
   unsigned count = 0;
   if (mode == LaunchMode::cooperative) {
     attributes[0].id = CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
@@ -186,10 +186,6 @@ void launch(const Kernel& kernel, Dim3 grid, Dim3 block, size_t dynamic_shared_b
     attributes[0].id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
     attributes[0].value.programmaticStreamSerializationAllowed = 1;
     count = 1;
-  }
-  if (window != nullptr && window->num_bytes > 0) {
-    attributes[count].id = CU_LAUNCH_ATTRIBUTE_ACCESS_POLICY_WINDOW;
-    attributes[count++].value.accessPolicyWindow = *window;
   }
   CUlaunchConfig config{};
   config.gridDimX = grid.x, config.gridDimY = grid.y, config.gridDimZ = grid.z;

@@ -86,10 +86,9 @@ enum class LaunchMode {
   overlapped,
 };
 
-// Asynchronous on `stream`, and capturable. `params` is the kernel's single struct. `window`: memory whose lines the
-// second-level cache keeps (cuda/persisting_cache.hpp).
+// Asynchronous on `stream`, and capturable. `params` is the kernel's single struct.
 void launch(const Kernel& kernel, Dim3 grid, Dim3 block, size_t dynamic_shared_bytes, CUstream stream,
-            const void* params, size_t bytes, LaunchMode mode, const CUaccessPolicyWindow* window = nullptr);
+            const void* params, size_t bytes, LaunchMode mode);
 
 template <class Params>
 void launch(const Kernel& kernel, Dim3 grid, Dim3 block, size_t dynamic_shared_bytes, CUstream stream,

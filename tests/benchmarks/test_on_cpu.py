@@ -429,7 +429,7 @@ def test_cache_policies(tmp_path: Path) -> None:
     assert [row["application"] for row in found["rows"]] == chosen and found["left_out"] == []
     for row in found["rows"]:
         assert row["same_bits"] and row["regions"] == 1 and row["fallbacks"] == []
-        assert list(row["microseconds"]) == ["auto", "none", "all-first", "all-last", "set-aside"]
+        assert list(row["microseconds"]) == ["auto", "none", "all-first", "all-last"]
         assert set(row["policies"]["none"]) == {"normal"}
         assert row["policies"]["all-first"]["evict_first"] == row["policies"]["all-last"]["evict_last"] > 0
     assert set(found["geometric_mean"]) == set(row["microseconds"]) and set(found["behind_best_static"]) == set(chosen)

@@ -21,7 +21,7 @@ from ark_torch.compile import build, options
 from ark_torch.errors import InvalidOption
 
 KNOWS_CACHES = platform.machine() == "x86_64"  # glibc tells the sizes of caches there
-POLICIES = ("auto", "none", "all-first", "all-last", "set-aside")
+POLICIES = ("auto", "none", "all-first", "all-last")
 
 
 def small() -> nn.Module:
@@ -195,13 +195,7 @@ needs_nvrtc = pytest.mark.skipif(
 @pytest.mark.parametrize("policy", POLICIES)
 def test_text_of_a_gpu_compiles_without_spills(compiled: Any, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
     source = _decoding_source(compiled, monkeypatch, cache=policy)
-    hint = {
-        "auto": "evict_first",
-        "none": "",
-        "all-first": "evict_first",
-        "all-last": "evict_last",
-        "set-aside": "evict_first",
-    }[policy]
+    hint = {"auto": "evict_first", "none": "", "all-first": "evict_first", "all-last": "evict_last"}[policy]
     assert set(re.findall(r"Cache::(\w+)", source)) - {"normal"} == ({hint} if hint else set())
     assert ("Hinted<" in source) == policy.startswith("all-")
     assert f"kHintedLoads = {'true' if policy.startswith('all-') else 'false'}" in source

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from ark_torch.compile import costs
 
 pytestmark = [pytest.mark.timeout(300)]
 
-STATIC = ("none", "all-first", "all-last", "set-aside")
+STATIC = ("none", "all-first", "all-last")
 # Settings of the cost model (CacheCosts in csrc/compiler/schedule/plan.hpp): each constant that changes a choice.
 MEASURED: tuple[dict[str, Any], ...] = (
     {},
@@ -117,27 +115,3 @@ def test_rows_lookups_and_all_types(
         )
 
     check(call, lambda compiled_call: compiled_call(x, index), monkeypatch)
-
-
-def test_what_is_set_aside_is_given_back() -> None:
-    """The size belongs to the process: it is the region's while the region lives, then what it was."""
-    driver = ctypes.CDLL("libcuda.so.1")
-
-    def aside() -> int:
-        found = ctypes.c_size_t()
-        assert driver.cuCtxGetLimit(ctypes.byref(found), 6) == 0  # CU_LIMIT_PERSISTING_L2_CACHE_SIZE
-        return found.value
-
-    with DEVICE:
-        model = torch.nn.Sequential(torch.nn.Linear(512, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 512)).eval()
-        x = torch.randn(8, 512)
-    before = aside()
-    with torch.no_grad():
-        call, report = compiled(model, cache="set-aside", fallback=False)
-        call(x)
-        on_one_kernel(report)
-        assert aside() > before
-    del call, report
-    torch._dynamo.reset()
-    gc.collect()
-    assert aside() == before

@@ -74,8 +74,7 @@ class Choice {
       case CacheChoice::none: return CachePolicy::normal;
       case CacheChoice::all_first: return CachePolicy::evict_first;
       case CacheChoice::all_last: return CachePolicy::evict_last;
-      case CacheChoice::automatic:
-      case CacheChoice::set_aside: break;
+      case CacheChoice::automatic: break;
     }
     return plan_.target.name == "cpu" ? for_cpu(number, stage, access) : for_gpu(number, stage, access);
   }
@@ -243,17 +242,16 @@ const char* name_of(CacheChoice choice) {
     case CacheChoice::none: return "none";
     case CacheChoice::all_first: return "all-first";
     case CacheChoice::all_last: return "all-last";
-    case CacheChoice::set_aside: return "set-aside";
   }
   return "auto";
 }
 
 CacheChoice cache_choice(const std::string& name) {
-  for (const CacheChoice one : {CacheChoice::automatic, CacheChoice::none, CacheChoice::all_first,
-                                CacheChoice::all_last, CacheChoice::set_aside})
+  for (const CacheChoice one :
+       {CacheChoice::automatic, CacheChoice::none, CacheChoice::all_first, CacheChoice::all_last})
     if (name == name_of(one)) return one;
   throw Error(ErrorKind::invalid_argument,
-              "cache is '" + name + "'; it takes 'auto', 'none', 'all-first', 'all-last' or 'set-aside'");
+              "cache is '" + name + "'; it takes 'auto', 'none', 'all-first' or 'all-last'");
 }
 
 }  // namespace ark::compiler

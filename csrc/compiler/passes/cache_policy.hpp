@@ -47,7 +47,7 @@ void choose_cache_policies(Plan& plan);
 const char* name_of(CachePolicy policy);
 const char* name_of(Prefetch prefetch);
 const char* name_of(OperandKind kind);
-// "auto", "none", "all-first", "all-last", "set-aside". Throws Error(invalid_argument) for another name.
+// "auto", "none", "all-first", "all-last". Throws Error(invalid_argument) for another name.
 CacheChoice cache_choice(const std::string& name);
 const char* name_of(CacheChoice choice);
 

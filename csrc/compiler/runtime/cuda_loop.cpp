@@ -58,8 +58,6 @@ CudaLoop::CudaLoop(Plan plan, int device, const SavedKernel* saved)
   const int resident = resident_blocks(*kernel_, loop::kThreads, static_cast<size_t>(shared_bytes()));
   if (resident < static_cast<int>(plan_.queues.size()))
     refuse(formatted("needs {} blocks at once, and the device holds {}", plan_.queues.size(), resident));
-  if (plan_.target.caching == CacheChoice::set_aside)
-    aside_.emplace(device, StepMemory::written_bytes(plan_, source_.scratch_bytes));
 }
 
 CudaLoop::~CudaLoop() = default;
@@ -149,11 +147,8 @@ void CudaLoop::launch(StepMemory& memory, const void* const* inputs, void* const
   std::memcpy(at, inputs, most * sizeof(char*));
   if (const auto results = static_cast<size_t>(plan_.graph.outputs()); results > 0)
     std::memcpy(at + most * sizeof(char*), outputs, results * sizeof(char*));
-  CUaccessPolicyWindow window{};
-  if (aside_) window = aside_->window(base + memory.own, memory.data.size() - memory.own);
   jit::launch(*kernel_, {static_cast<unsigned>(plan_.queues.size())}, {loop::kThreads},
-              static_cast<size_t>(shared_bytes()), stream, launch.data(), launch.size(), jit::LaunchMode::cooperative,
-              &window);
+              static_cast<size_t>(shared_bytes()), stream, launch.data(), launch.size(), jit::LaunchMode::cooperative);
 }
 
 void CudaLoop::run(const void* const* inputs, void* const* outputs, CUstream stream, StepStamps* stamps,

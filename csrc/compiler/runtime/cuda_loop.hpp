@@ -12,7 +12,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 
 #include "compiler/emit/cuda/emit_cuda.hpp"
@@ -21,7 +20,6 @@
 #include "compiler/runtime/step_memory.hpp"
 #include "compiler/runtime/step_stamps.hpp"
 #include "compiler/schedule/plan.hpp"
-#include "cuda/persisting_cache.hpp"
 #include "jit/kernel.hpp"
 
 namespace ark::loop {
@@ -87,7 +85,6 @@ class CudaLoop {
   const jit::Kernel* kernel_ = nullptr;
   std::chrono::milliseconds timeout_ = std::chrono::minutes(1);
   StepMemories memories_;
-  std::optional<PersistingCache> aside_;  // for what tasks write and read again
 };
 
 }  // namespace ark::compiler

@@ -29,10 +29,6 @@ StepMemory::StepMemory(const Plan& plan, int64_t scratch_bytes, int device)
           "to another backend.")),
       report(device, sizeof(loop::Report)) {}
 
-size_t StepMemory::written_bytes(const Plan& plan, int64_t scratch_bytes) {
-  return (aligned(plan.own_bytes) + aligned(scratch_bytes)) * plan.queues.size() + aligned(plan.arena_bytes);
-}
-
 StepMemories::StepMemories(const Plan& plan, int64_t scratch_bytes, int device, bool one)
     : plan_(plan), scratch_bytes_(scratch_bytes), device_(device), one_(one) {}
 

@@ -24,8 +24,6 @@ namespace ark::compiler {
 // One allocation: control, events, steps, then what tasks write.
 struct StepMemory {
   StepMemory(const Plan& plan, int64_t scratch_bytes, int device);
-  // From `own` on: what tasks write and read again.
-  static size_t written_bytes(const Plan& plan, int64_t scratch_bytes);
 
   loop::Report& host_report() const { return *static_cast<loop::Report*>(report.host()); }
 

@@ -15,8 +15,7 @@
 namespace ark::compiler {
 
 // Who chooses cache policies: the compiler, or one policy for all accesses; `none`: plain loads and stores.
-// `set_aside`: the compiler, and on a GPU a part of the cache is kept for what tasks write (cuda/persisting_cache.hpp).
-enum class CacheChoice : uint8_t { automatic, none, all_first, all_last, set_aside };
+enum class CacheChoice : uint8_t { automatic, none, all_first, all_last };
 
 // The machine's properties that cache policies depend on.
 struct CacheCosts {

@@ -33,7 +33,6 @@ std::atomic<int> capability{90}, version{13000}, devices{16}, reach{1}, launched
 std::atomic<int> dma_buf{1}, ordering{100}, memory_for_nics{1};
 std::atomic<int> shared{232448}, local{0}, resident{2};
 std::atomic<uint64_t> loop_sum{0}, capture{0}, next_address{uint64_t{1} << 40};
-std::atomic<size_t> aside{0};
 thread_local void* context = nullptr;
 
 // Objects owned by graphs. A graph is its capture's id.
@@ -124,8 +123,6 @@ CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice
     case 76: *value = capability % 10; break;
     case 16: *value = 132; break;
     case 97: *value = shared; break;
-    case CU_DEVICE_ATTRIBUTE_MAX_PERSISTING_L2_CACHE_SIZE: *value = 32 << 20; break;
-    case CU_DEVICE_ATTRIBUTE_MAX_ACCESS_POLICY_WINDOW_SIZE: *value = 128 << 20; break;
     case CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED: *value = memory_for_nics; break;
     case CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED: *value = dma_buf; break;
     case CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING: *value = ordering; break;
@@ -155,14 +152,6 @@ CUresult cuCtxGetCurrent(CUcontext* current) {
 }
 CUresult cuCtxSetCurrent(CUcontext current) {
   context = reinterpret_cast<void*>(current);
-  return CUDA_SUCCESS;
-}
-CUresult cuCtxGetLimit(size_t* value, CUlimit) {
-  *value = aside;
-  return CUDA_SUCCESS;
-}
-CUresult cuCtxSetLimit(CUlimit, size_t value) {
-  aside = value;
   return CUDA_SUCCESS;
 }
 CUresult cuModuleLoadData(CUmodule* module, const void*) {

@@ -371,8 +371,7 @@ TEST(CachePolicy, ACpusBagsAskForRowsOfTablesBeyondAWorkersCache) {
 }
 
 TEST(CachePolicy, NamesOfChoices) {
-  for (const char* name : {"auto", "none", "all-first", "all-last", "set-aside"})
-    EXPECT_STREQ(name_of(cache_choice(name)), name);
+  for (const char* name : {"auto", "none", "all-first", "all-last"}) EXPECT_STREQ(name_of(cache_choice(name)), name);
   EXPECT_THROW(cache_choice("first"), ark::Error);
 }
 
