@@ -226,7 +226,7 @@ TABLES: dict[str, Callable[[Load], str]] = {
     "many-rows": once_measured("python benchmarks/many_rows.py --device cuda", many_rows),
     "loop-account-bert": once_measured(
         "python benchmarks/loop_account.py --model bert-large",
-        lambda load: loop_account(load, "loop_account_bert-large_h200"),
+        lambda load: loop_account(load, "loop_account_bert-large_h100"),
     ),
     "serving-cpu": once_measured("python benchmarks/serving.py", lambda load: serving(load, "serving_cpu")),
     "serving-h200": once_measured(
