@@ -44,7 +44,8 @@ int64_t block_rows(const Graph& graph, const AttentionStage& attention, int64_t 
   const int64_t least = std::max<int64_t>(1, kTileRows / heads);
   const auto whole = [&](int64_t blocks) { return wholes(wholes(queries, blocks), least) * least; };
   const int64_t most = wholes(queries, least);
-  if (target.name != "sm_90a") return whole(std::clamp<int64_t>(target.workers / tasks, 1, most));
+  if (target.name != "sm_90a" || attention_kernel(graph, attention) == AttentionKernel::plain)
+    return whole(std::clamp<int64_t>(target.workers / tasks, 1, most));
   int64_t best = queries;
   double best_us = 0;
   for (int64_t blocks = 1; blocks <= most; ++blocks) {

@@ -16,7 +16,7 @@ constexpr int64_t kGroups = 4;
 // Figures of an H100 (docs/measurements.md).
 constexpr double kStartUs = 2;
 constexpr double kAllPositionsUs = 0.6, kPositionUs = 0.0125;  // attention_groups.cuh: 64 rows
-constexpr double kBlockUs = 0.5, kBusyGroupUs = 0.125;        // attention_flash.cuh: a block of 64 positions
+constexpr double kBlockUs = 0.5, kBusyGroupUs = 0.125;         // attention_flash.cuh: a block of 64 positions
 
 int64_t rows_of(const Graph& graph, const AttentionStage& attention) {
   const Value &q = graph.values()[attention.q], &k = graph.values()[attention.k];

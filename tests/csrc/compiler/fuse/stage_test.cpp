@@ -220,7 +220,8 @@ TEST(Stages, KeysGoStraightIntoTheCache) {
   }
 }
 
-// On a GPU: 2 key heads for 12 workers are split into blocks of query rows, none too small.
+// On a GPU: 2 key heads for 12 workers are split into blocks of query rows, none too small. Where later rows attend to
+// more positions, they come first.
 TEST(Stages, AttentionOverManyRowsIsSplit) {
   struct Case {
     int64_t queries, keys;
@@ -230,8 +231,8 @@ TEST(Stages, AttentionOverManyRowsIsSplit) {
     std::vector<int64_t> rows;
   };
   for (const Case& one :
-       {Case{200, 40, true, 0, 12, {64, 64, 72}}, Case{100, 100, false, 2, 12, {32, 32, 36}},
-        Case{100, 30, true, 1, 4, {64, 36}}, Case{30, 30, true, 0, 12, {30}}, Case{300, 10, false, 0, 3, {300}}}) {
+       {Case{200, 40, true, 0, 12, {72, 64, 64}}, Case{100, 100, false, 2, 12, {36, 32, 32}},
+        Case{100, 30, true, 1, 4, {36, 64}}, Case{30, 30, true, 0, 12, {30}}, Case{300, 10, false, 0, 3, {300}}}) {
     GraphBuilder builder;
     const int q = builder.input({1, 4, one.queries, 4}), k = builder.input({1, 2, one.keys, 4});
     std::vector<int> inputs = {q, k, builder.input({1, 2, one.keys, 4})};
@@ -243,6 +244,38 @@ TEST(Stages, AttentionOverManyRowsIsSplit) {
     std::vector<int64_t> rows;
     for (const Stage& stage : stages) rows.push_back(builder.at(std::get<AttentionStage>(stage.body).q).shape[2]);
     EXPECT_EQ(rows, one.rows);
+  }
+}
+
+// On a GPU: heads of a batch, which are not adjacent in memory, are parts of their own where tiles cut the batch.
+TEST(Stages, AttentionOfABatchIsSplit) {
+  struct Case {
+    int64_t batch, heads, queries;
+    bool causal;
+    int workers;
+    size_t parts, blocks;
+  };
+  for (const Case& one :
+       {Case{3, 2, 70, false, 24, 2, 1}, Case{2, 3, 70, true, 24, 2, 1}, Case{5, 4, 140, true, 16, 4, 1},
+        Case{3, 6, 20, false, 6, 1, 1}, Case{2, 2, 300, false, 40, 2, 5}}) {
+    GraphBuilder builder;
+    const auto operand = [&] {
+      const int rows = builder.input({one.batch, one.queries, one.heads, 64}, ScalarType::f16);
+      return builder.view(rows, {one.batch, one.heads, one.queries, 64},
+                          {one.queries * one.heads * 64, 64, one.heads * 64, 1});
+    };
+    const std::vector<int> inputs = {operand(), operand(), operand()};
+    builder.into(builder.output({one.batch, one.heads, one.queries, 64}, ScalarType::f16), "attention", inputs,
+                 {{"scale", 0.125}, {"causal", one.causal}});
+    if (one.queries < 100)
+      expect_same(
+          builder.graph, [&](Memory& memory) { fill_inputs(memory, builder.graph); }, 1, one.workers);
+    const auto stages = stages_for(builder.graph, one.workers);
+    EXPECT_EQ(stages.size(), one.parts * one.blocks) << one.batch << " " << one.heads << " " << one.queries;
+    double flops = 0;
+    for (const Stage& stage : stages) flops += stage.flops;
+    const auto scores = static_cast<double>(one.batch * one.heads * one.queries * one.queries);
+    EXPECT_NEAR(flops, 4 * scores * 64 * (one.causal ? 0.5 : 1), 1e-6 * flops);
   }
 }
 
@@ -280,6 +313,35 @@ TEST(Stages, AttentionOfFewRowsIsSplitByPositions) {
     EXPECT_EQ(parts, one.parts);
     EXPECT_EQ(std::holds_alternative<CombineStage>(stages.back().body), parts.size() > 1 && one.queries < 9);
   }
+}
+
+// On a GPU: a second matrix larger than half the cache is read once, by bands of columns for all rows.
+TEST(Stages, ProductsOfLargeMatricesAreCutIntoBands) {
+  constexpr int64_t kRows = 1100, kColumns = 9000, kDepth = 2048;
+  constexpr int kWorkers = 16;
+  GraphBuilder builder;
+  const int a = builder.input({kRows, kDepth}, ScalarType::bf16);
+  const int b = builder.transpose(builder.parameter({kColumns, kDepth}, ScalarType::bf16));
+  builder.copy_out(builder.matmul(a, b, builder.parameter({kColumns}, ScalarType::bf16), ScalarType::bf16));
+  const auto stages = stages_for(builder.graph, kWorkers);
+  std::vector<std::pair<int64_t, int64_t>> begins;  // column and row
+  int64_t elements = 0;
+  double flops = 0;
+  for (const Stage& stage : stages) {
+    const auto& product = std::get<MatmulStage>(stage.body);
+    EXPECT_EQ(product.tile_rows * product.tile_columns, 256 * 128);
+    EXPECT_EQ(stage.extent, product.n);
+    const int64_t row = builder.at(product.a).offset / kDepth, column = builder.at(product.b).offset / kDepth;
+    EXPECT_EQ(builder.at(product.out).offset, row * kColumns + column);
+    EXPECT_EQ(builder.at(product.bias).offset, column);
+    begins.emplace_back(column, row);
+    elements += product.m * product.n;
+    flops += stage.flops;
+  }
+  EXPECT_TRUE(std::is_sorted(begins.begin(), begins.end()));
+  EXPECT_EQ(begins[1].first, 0) << "the next block of rows has the same columns";
+  EXPECT_EQ(elements, kRows * kColumns);
+  EXPECT_NEAR(flops, 2.0 * kRows * kColumns * kDepth, 1e-6 * flops);
 }
 
 // On a GPU: few rows are cut by columns as finely as the kernel allows; many rows into even blocks, each by column
