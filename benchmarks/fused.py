@@ -1,6 +1,7 @@
 """Compares communication fused into the computation that produces it with the two run one after the other.
 
     python benchmarks/fused.py --ranks 2 [--shapes T8-D128-L32-B1024] [--device cpu]
+    python benchmarks/fused.py --plot           measures nothing: table and picture from the JSON
 
 Pooled embeddings with their all-to-all: T tables per rank with D columns (bfloat16; float32 on CPU), bags of L random
 rows and B samples per rank. Each rank ends with [B, all tables, D] of its own samples. Ways:
@@ -22,10 +23,12 @@ the others within rounding.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import on_gpus
@@ -270,6 +273,33 @@ def table(about: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def draw(about: dict[str, Any], path: Path) -> str:
+    """Draws each way's time, relative to the fused operator's, by shape. Returns the reason if there is no picture."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        return f"no picture: {error} (pip install matplotlib)"
+    rows = [row for row in about["rows"] if "fused" in row["us"]]
+    ways = [way for way in dict.fromkeys(way for row in rows for way in row["us"]) if not way.endswith("_step")]
+    if not rows:
+        return "no picture: nothing was measured"
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for number, way in enumerate(ways):
+        places = [at + (number - len(ways) / 2) * 0.8 / len(ways) for at in range(len(rows))]
+        heights = [row["us"].get(way, 0.0) / row["us"]["fused"] for row in rows]
+        bars = axes.bar(places, heights, 0.8 / len(ways), align="edge", label=way)
+        labels = [f"{row['us'][way]:.0f}" if way in row["us"] else "" for row in rows]
+        axes.bar_label(bars, labels, fontsize="xx-small")
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(rows)), [row["shape"] for row in rows])
+    axes.set(ylabel="time beside the fused operator's", title="pooled embeddings with their all-to-all; us on the bars")
+    axes.legend(fontsize="small")
+    figure.suptitle(on_gpus.origin(about), fontsize="small")
+    figure.savefig(path, dpi=100)
+    return ""
+
+
 def main() -> int:
     parser = on_gpus.parser(__doc__, "fused.json", 240)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), metavar="T8-D128-L32-B1024")
@@ -277,7 +307,14 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--ways", nargs="+", help="these alone")
     parser.add_argument("--training", action="store_true", help="steps with the backward pass, too")
+    parser.add_argument("--plot", action="store_true", help="measure nothing: draw what --output has")
     arguments = parser.parse_args()
+    if arguments.plot:
+        about = json.loads(arguments.output.read_text(encoding="utf-8"))
+        print(table(about))
+        if why := draw(about, arguments.output.with_suffix(".png")):
+            sys.exit(why)
+        return 0
     about, rows, problem = on_gpus.measure(measure, arguments)
     print(table({**about, "rows": rows}))
     return 1 if problem or any(any(row["wrong"].values()) for row in rows) else 0
