@@ -43,6 +43,41 @@ def test_product_first() -> None:
     run(_random, 1, 40)
 
 
+def _large(rank: Rank, form: str) -> None:
+    """More than 2^31 elements of a, and of a result; a is the same on all ranks, and b is not."""
+    device, me, world = start(rank), rank.rank, rank.world_size
+    generator = torch.Generator(device).manual_seed(3)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.bfloat16, device=device, generator=generator)
+
+    k, m = 8320, ((1 << 31) // 8320 // (64 * world) + 1) * 64 * world
+    a, all_b = drawn(m, k), [drawn(k, 64) for _ in range(world)]
+    part = matmul_reduce_scatter(a, all_b[me], form=form)
+    whole = matmul_all_reduce(a, all_b[me], form=form)
+    for first in (0, m // world - 64):
+        there = me * m // world + first
+        want = sum(a[there : there + 64].double() @ b.double() for b in all_b)
+        for got in (part[first : first + 64], whole[there : there + 64]):
+            assert float((got.double() - want).norm() / want.norm()) < 5e-3, first
+    del a, part, whole
+    k, n = 64, 4160
+    m = ((1 << 31) // n // world // 64 + 1) * 64
+    mine, b = [drawn(m, k) for _ in range(world)][me], drawn(k, n)
+    out = all_gather_matmul(mine, b, form=form)
+    assert out.numel() > 1 << 31
+    for first in (0, m - 64):
+        want = mine[first : first + 64].double() @ b.double()
+        got = out[me * m + first :][:64]
+        assert float((got.double() - want).norm() / want.norm()) < 5e-3, first
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("form", FORMS)
+def test_more_elements_than_32_bits_count(form: str) -> None:
+    run(_large, form)
+
+
 def _auto(rank: Rank) -> None:
     """With the form that the operator chooses."""
     device = start(rank)

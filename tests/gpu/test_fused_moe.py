@@ -48,6 +48,23 @@ def test_random_shapes() -> None:
     run(_random, 1, 60)
 
 
+def _large(rank: Rank) -> None:
+    """More than 2^31 elements come back as they were."""
+    device, world = start(rank), rank.world_size
+    dim = 8320
+    tokens = ((1 << 31) // dim // world + 8) * world
+    x = torch.randn(tokens, dim, dtype=torch.bfloat16, device=device)
+    ids = torch.arange(tokens, device=device).view(-1, 1) % world
+    rows, counts, handle = moe_dispatch(x, ids, num_experts=world, max_tokens=tokens, max_rows=tokens)
+    assert counts.tolist() == [tokens] and rows.numel() > 1 << 31
+    assert torch.equal(rows[rank.rank * tokens // world :][: tokens // world], x[rank.rank :: world])
+    assert torch.equal(moe_combine(rows, handle), x)
+
+
+def test_more_elements_than_32_bits_count() -> None:
+    run(_large)
+
+
 def _real_sizes(rank: Rank) -> None:
     device = start(rank)
     world = rank.world_size
