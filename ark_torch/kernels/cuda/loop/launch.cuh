@@ -70,6 +70,7 @@ struct alignas(16) TaskEntry {
   int waits, wait_count;        // the same
   int signals, signal_count;
   int loads, load_count;  // issued when the task starts
+  int padding = 0;        // named, so that the host writes every byte
 };
 static_assert(sizeof(TaskEntry) == 64);
 

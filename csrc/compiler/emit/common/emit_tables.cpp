@@ -25,30 +25,23 @@ Place place_of(const Plan& plan, int index, int64_t extra) {
 }
 
 EventTables::EventTables(const Plan& plan) {
-  int count = 0;
   for (const bool carried : {false, true}) {
     for (const Task& task : plan.tasks) {
-      (carried ? first_carried : first_wait).push_back(count);
+      const int first = static_cast<int>(waits.size());
+      (carried ? first_carried : first_wait).push_back(first);
       for (const int event : carried ? task.carried : task.waits) {
-        if (plan.events.at(static_cast<size_t>(event)).packets) continue;
-        if (count++ % 12 == 0) waits += count == 1 ? "    " : "\n    ";
-        append(waits, "{{{}, {}}}, ", event, plan.events.at(static_cast<size_t>(event)).threshold);
+        const Event& one = plan.events.at(static_cast<size_t>(event));
+        if (!one.packets) waits.push_back({event, one.threshold});
       }
-      if (!carried) wait_count.push_back(count - first_wait.back());
+      if (!carried) wait_count.push_back(static_cast<int>(waits.size()) - first);
     }
   }
-  if (waits.empty()) waits = "    ";
-  count = 0;
   for (const Task& task : plan.tasks) {
-    first_signal.push_back(count);
-    for (const int event : task.signals) {
-      if (plan.events.at(static_cast<size_t>(event)).packets) continue;
-      if (count++ % 24 == 0) signals += count == 1 ? "    " : "\n    ";
-      append(signals, "{}, ", event);
-    }
-    signal_count.push_back(count - first_signal.back());
+    first_signal.push_back(static_cast<int>(signals.size()));
+    for (const int event : task.signals)
+      if (!plan.events.at(static_cast<size_t>(event)).packets) signals.push_back(event);
+    signal_count.push_back(static_cast<int>(signals.size()) - first_signal.back());
   }
-  if (signals.empty()) signals = "    ";
 }
 
 std::vector<Load> merged_loads(const std::vector<Load>& loads) {

@@ -24,8 +24,11 @@ Place place_of(const Plan& plan, int value, int64_t extra);
 // number. Events of packets are left out.
 struct EventTables {
   explicit EventTables(const Plan& plan);
-  std::string waits;    // "{event, threshold}, ..."
-  std::string signals;  // "event, ..."
+  struct Wait {
+    int event, threshold;
+  };
+  std::vector<Wait> waits;
+  std::vector<int> signals;
   std::vector<int> first_wait, first_carried, first_signal, wait_count, signal_count;
 };
 

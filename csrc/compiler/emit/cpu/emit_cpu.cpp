@@ -79,10 +79,13 @@ class CpuEmitter {
       append(out, " // {}: stage {}, {}\n", first.back(), i, in_comment(plan_.stages[i].name));
     }
     const EventTables events(plan_);
-    append(out,
-           "    {{}}}};\n\n// Events and how often each is bumped in a step.\n"
-           "constexpr WaitFor kWaits[] = {{\n{}{{}}}};\nconstexpr int32_t kSignals[] = {{\n{}-1}};\n",
-           events.waits, events.signals);
+    out += "    {}};\n\n// Events and how often each is bumped in a step.\nconstexpr WaitFor kWaits[] = {\n    ";
+    for (size_t i = 0; i < events.waits.size(); ++i)
+      append(out, "{{{}, {}}},{}", events.waits[i].event, events.waits[i].threshold, i % 12 == 11 ? "\n    " : " ");
+    out += "{}};\nconstexpr int32_t kSignals[] = {\n    ";
+    for (size_t i = 0; i < events.signals.size(); ++i)
+      append(out, "{},{}", events.signals[i], i % 24 == 23 ? "\n    " : " ");
+    out += "-1};\n";
     for (size_t q = 0; q < plan_.queues.size(); ++q) {
       const Queue& queue = plan_.queues[q];
       std::map<int, int> position;

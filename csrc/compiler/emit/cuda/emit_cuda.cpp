@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <map>
+#include <type_traits>
 #include <variant>
 #include <vector>
 
@@ -12,7 +13,7 @@
 #include "compiler/passes/kv_append.hpp"
 #include "compiler/passes/prologue_fusion.hpp"
 #include "compiler/schedule/workspace.hpp"
-#include "cuda/loop/group.cuh"
+#include "cuda/loop/launch.cuh"
 #include "util/error.hpp"
 
 namespace ark::compiler {
@@ -116,48 +117,87 @@ class CudaEmitter {
     return text;
   }
 
-  std::string operand(int value, int64_t extra = 0, bool aligned = false) const {
+  loop::Operand operand(int value, int64_t extra = 0, bool aligned = false) const {
     const Place place = place_of(plan_, value, extra);
-    const char* base = "pointer";
+    loop::Operand::Base base = loop::Operand::pointer;
     int index = 0;
     switch (place.base) {
-      case Place::arena: base = "arena"; break;
-      case Place::packets: base = "packets"; break;
-      case Place::own: base = "own"; break;
+      case Place::arena: base = loop::Operand::arena; break;
+      case Place::packets: base = loop::Operand::packets; break;
+      case Place::own: base = loop::Operand::own; break;
       default: index = place.argument + (place.base == Place::output ? plan_.graph.inputs() : 0);
     }
-    return formatted("{{Operand::{}, {:d}, {}, {}}}", base, aligned, index, place.offset);
+    return {base, aligned, static_cast<uint32_t>(index), place.offset};
+  }
+
+  // Begins a table, whose entries add() appends, and ends it with one that is never used.
+  static void begin_table(std::string& out, const char* name) {
+    append(out, "__device__ __align__(16) const char {}[] =\n", name);
+  }
+  template <class Entry>
+  static void end_table(std::string& out) {
+    add(out, Entry{});
+    out += ";\n";
+  }
+  template <class Entry>
+  static void add(std::string& out, const Entry& entry) {
+    static_assert(std::has_unique_object_representations_v<Entry>);
+    add_bytes(out, &entry, sizeof entry);
+  }
+  // As a string literal: nested initializers of ten thousand tasks take a compiler half a minute.
+  static void add_bytes(std::string& out, const void* entry, size_t size) {
+    const auto* const bytes = static_cast<const unsigned char*>(entry);
+    out += "    \"";
+    for (size_t i = 0; i < size; ++i) {
+      out += '\\';
+      if (bytes[i] >= 64) out += static_cast<char>('0' + bytes[i] / 64);
+      if (bytes[i] >= 8) out += static_cast<char>('0' + bytes[i] / 8 % 8);
+      out += static_cast<char>('0' + bytes[i] % 8);
+    }
+    out += '"';
   }
 
   void tables(std::string& out) const {
     std::vector<int> first;
     int count = 0;
-    out += "__device__ const Operand kOperands[] = {\n";
+    out += "// Tables are the bytes of their entries (cuda/loop/launch.cuh). Operands, by function:\n";
+    begin_table(out, "kOperands");
     const std::vector<StageFunctions::Unit>& units = functions_.units();
     for (size_t i = 0; i < units.size(); ++i) {
       const Stage& stage = plan_.stages[static_cast<size_t>(units[i].stage)];
       first.push_back(count);
-      count += static_cast<int>(functions_.operands(i).size());
-      out += "    ";
+      std::vector<loop::Operand> all;
       const std::vector<int>& values = functions_.operands(i);
-      for (size_t n = 0; n < values.size(); ++n) append(out, "{}, ", operand(values[n], 0, functions_.aligned(i, n)));
+      for (size_t n = 0; n < values.size(); ++n) all.push_back(operand(values[n], 0, functions_.aligned(i, n)));
       if (const auto* collective = std::get_if<CollectiveStage>(&stage.body)) {
-        append(out, "{{Operand::packets, 0, 0, {}}}, {{Operand::packets, 0, 0, {}}}, ", collective->place,
-               collective->number);
-        count += 2;
-        if (collective->nodes > 1) append(out, "{{Operand::packets, 0, 0, {}}}, ", collective->lane), ++count;
+        all.push_back({loop::Operand::packets, 0, 0, collective->place});
+        all.push_back({loop::Operand::packets, 0, 0, collective->number});
+        if (collective->nodes > 1) all.push_back({loop::Operand::packets, 0, 0, collective->lane});
       }
-      append(out, " // {}: stage {}, {}\n", first.back(), units[i].stage, in_comment(stage.name));
+      count += static_cast<int>(all.size());
+      add_bytes(out, all.data(), all.size() * sizeof(loop::Operand));
+      append(out, "  // {}: stage {}, {}\n", first.back(), units[i].stage, in_comment(stage.name));
     }
     first.push_back(count);
     const EventTables events(plan_);
-    append(out,
-           "    {{}}}};\n\n// Events and how often each is bumped in a step.\n"
-           "__device__ const WaitFor kWaits[] = {{\n{}{{}}}};\n__device__ const int kSignals[] = {{\n{}-1}};\n\n"
-           "// Tile, function, task and stage; first and number of operands, of waits, of signals, of loads.\n"
-           "__device__ const TaskEntry kTasks[] = {{\n",
-           events.waits, events.signals);
+    end_table<loop::Operand>(out);
+    out += "\n// Events and how often each is bumped in a step.\n";
+    begin_table(out, "kWaits");
+    for (const EventTables::Wait& wait : events.waits) {
+      add(out, loop::WaitFor{wait.event, static_cast<uint32_t>(wait.threshold)});
+      out += '\n';
+    }
+    end_table<loop::WaitFor>(out);
+    begin_table(out, "kSignals");
+    for (const int signal : events.signals) {
+      add(out, signal);
+      out += '\n';
+    }
+    end_table<int>(out);
+    out += "\n// By worker; with the first and the number of operands, waits, signals and loads.\n";
+    begin_table(out, "kTasks");
     std::string queues, loads;
+    begin_table(loads, "kLoads");
     size_t task_count = 0, load_count = 0;
     for (size_t worker = 0; worker < plan_.queues.size(); ++worker) {
       const Queue queue = in_one_go(plan_, {plan_.queues[worker].tasks, plan_.prefetches.at(worker)});
@@ -168,18 +208,18 @@ class CudaEmitter {
         const Task& task = plan_.tasks.at(static_cast<size_t>(index));
         const auto t = static_cast<size_t>(index), waiting = static_cast<size_t>(task.head >= 0 ? task.head : index);
         const size_t unit = functions_.unit_of(task);
-        append(out, "    {{{}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}}},\n", task.begin, task.end,
-               functions_.function_of(unit), index, task.stage, first[unit], first[unit + 1] - first[unit],
-               events.first_wait[waiting], events.wait_count[waiting], events.first_signal[t], events.signal_count[t],
-               load_count, asked[position]);
+        add(out, loop::TaskEntry{task.begin, task.end, static_cast<int>(functions_.function_of(unit)), index,
+                                 task.stage, first[unit], first[unit + 1] - first[unit], events.first_wait[waiting],
+                                 events.wait_count[waiting], events.first_signal[t], events.signal_count[t],
+                                 static_cast<int>(load_count), asked[position]});
+        out += '\n';
         load_count += static_cast<size_t>(asked[position]);
       }
       task_count += queue.tasks.size();
     }
-    append(out,
-           "    {{}}}};\n__device__ const LoadEntry kLoads[] = {{\n{}    {{}}}};\n"
-           "__device__ const QueueEntry kQueues[] = {{\n{}}};\n\n",
-           loads, queues);
+    end_table<loop::TaskEntry>(out);
+    end_table<loop::LoadEntry>(loads);
+    append(out, "{}__device__ const QueueEntry kQueues[] = {{\n{}}};\n\n", loads, queues);
   }
 
   // By position in the queue: the number of prefetches to issue when that task starts.
@@ -191,9 +231,9 @@ class CudaEmitter {
       for (const Load& load : some) {
         // The load's offset is relative to the buffer.
         const Value& value = plan_.graph.values()[static_cast<size_t>(load.value)];
-        append(out, "    {{{}, {}, {}, {}, {}}},\n",
-               operand(load.value, load.offset - value.offset * size_of(value.type)), load.rows, load.bytes,
-               load.stride, static_cast<int>(cache_of(load)));
+        add(out, loop::LoadEntry{operand(load.value, load.offset - value.offset * size_of(value.type)), load.rows,
+                                 load.bytes, load.stride, static_cast<int64_t>(cache_of(load))});
+        out += '\n';
       }
     }
     return asked;
@@ -229,11 +269,11 @@ class CudaEmitter {
            closing.event, closing.workers, closing.leader, functions_.names().size(), has_packets(), has_pushes(),
            hints_loads());
     out +=
-        "  static ARK_LOOP const Operand* operands() { return kOperands; }\n"
-        "  static ARK_LOOP const WaitFor* waits() { return kWaits; }\n"
-        "  static ARK_LOOP const int* signals() { return kSignals; }\n"
-        "  static ARK_LOOP const TaskEntry* tasks() { return kTasks; }\n"
-        "  static ARK_LOOP const LoadEntry* loads() { return kLoads; }\n"
+        "  static ARK_LOOP const Operand* operands() { return reinterpret_cast<const Operand*>(kOperands); }\n"
+        "  static ARK_LOOP const WaitFor* waits() { return reinterpret_cast<const WaitFor*>(kWaits); }\n"
+        "  static ARK_LOOP const int* signals() { return reinterpret_cast<const int*>(kSignals); }\n"
+        "  static ARK_LOOP const TaskEntry* tasks() { return reinterpret_cast<const TaskEntry*>(kTasks); }\n"
+        "  static ARK_LOOP const LoadEntry* loads() { return reinterpret_cast<const LoadEntry*>(kLoads); }\n"
         "  static ARK_LOOP const QueueEntry* queues() { return kQueues; }\n"
         "  static ARK_LOOP void run(int function, Context context, Operands p) {\n    switch (function) {\n";
     for (size_t i = 0; i < functions_.names().size(); ++i) {
