@@ -61,9 +61,10 @@ demo: setup ## trains a small GPT on two processes over ark and over Gloo, and c
 
 JOBS ?= $(shell nproc)
 
-# One worker more than cores, since many tests wait: for a limit, for a rank that is stopped, for a compiler.
-test: setup test-cpp-gate ## the tests of every change (ten minutes on two cores)
-	$(PYTEST) -n $$(($(JOBS) + 1)) --dist loadgroup
+# Processes of pytest. Many tests wait: for a limit, for a rank that is stopped, for a compiler.
+WORKERS ?= $(JOBS)
+test: setup test-cpp-gate ## the tests of every change (ten minutes on two cores); WORKERS=3: processes of pytest
+	$(PYTEST) -n $(WORKERS) --dist loadgroup
 
 test-quick: setup ## the fast tests, none of which is `alone` (two minutes)
 	$(PYTEST) -n $(JOBS) --dist loadgroup -m quick

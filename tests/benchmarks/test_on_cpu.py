@@ -26,7 +26,7 @@ import torch
 import training
 import training_report
 from support import launcher, start
-from support.scripts import changed
+from support.scripts import changed, parts_of
 
 FOLDER = start.TESTS.parent / "benchmarks"
 
@@ -330,6 +330,13 @@ def test_wrong_results_are_counted(operation: str) -> None:
     contender.whole[5] *= 1.01
     contender.whole[7] = float("nan")
     assert contender.wrong(1) == 2
+
+
+@pytest.mark.quick
+def test_what_a_benchmark_is_made_of() -> None:
+    parts = set(parts_of("training.py"))
+    assert parts > {f"benchmarks/{name}.py" for name in ("training", "training_models", "gpu_ranks", "on_gpus")}
+    assert not parts & {"benchmarks/fused.py", "benchmarks/torch.py"}
 
 
 @pytest.mark.quick

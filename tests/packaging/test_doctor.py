@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import child
 
 from ark_torch import _cost_files, _dispatch_files, _support
 from ark_torch.tools import _probe_cuda, _probes, doctor
@@ -191,6 +192,7 @@ def test_cuda_rows_name_pairs_without_peer_access(monkeypatch) -> None:
     ],
 )
 def test_what_lies_between_gpus_is_told(monkeypatch, wish: str, missing: bool, words: str) -> None:
+    monkeypatch.setattr(_probes, "child", child.played)
     monkeypatch.setenv("ARK_DISABLE_P2P", wish)
     (row,) = _probes.between_gpus(4, missing)
     found = re.search(words, row.found)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import child
 
 from ark_torch import _C
 from ark_torch.distributed.group import load_dispatch
@@ -119,6 +120,7 @@ def test_nccl_gets_a_range() -> None:
 
 @pytest.mark.quick
 def test_the_doctor_shows_what_nccl_carries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_probes, "child", child.played)
     monkeypatch.delenv("ARK_DISPATCH", raising=False)
     monkeypatch.delenv("ARK_REDUCTION", raising=False)
     rows = list(_probes.thresholds(["NVIDIA H200"] * 4, nccl=True))
