@@ -88,9 +88,11 @@ TEST(Packets, TheirEventsAreNotCounted) {
   }
   EXPECT_GT(polled, 0u);
   EXPECT_GT(counted, 0u);
-  for (size_t event = 0; event < plan.events.size(); ++event)
-    if (plan.events[event].packets)
-      EXPECT_EQ((" " + tables.waits).find(" {" + std::to_string(event) + ", "), std::string::npos);
+  for (const EventTables::Wait& wait : tables.waits) {
+    const Event& event = plan.events[static_cast<size_t>(wait.event)];
+    EXPECT_FALSE(event.packets);
+    EXPECT_EQ(wait.threshold, event.threshold);
+  }
 }
 
 TEST(Packets, AnElementLiesTwiceAsFarFromTheFirst) {
