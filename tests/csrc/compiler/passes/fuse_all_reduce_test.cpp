@@ -12,6 +12,7 @@
 
 #include "compiler/emit/common/emit_tables.hpp"
 #include "compiler/emit/cuda/emit_cuda.hpp"
+#include "compiler/emit/cuda_tables.hpp"
 #include "compiler/graph/graph_builder.hpp"
 #include "compiler/passes/lower_collectives.hpp"
 #include "compiler/runtime/step_failure.hpp"
@@ -91,8 +92,11 @@ TEST(PushSums, LieInTheMemoryOfAllRanks) {
   for (const char* const line :
        {"  Packet<bf16, 2, 2048>* const p2 = aligned(in_turn<Packet<bf16, 2, 2048>>(p[2], 4096));",
         "const Packet<bf16, 2, 2048>* const p0 = aligned(in_turn<const Packet<bf16, 2, 2048>>(p[0], 4096));",
-        "{Operand::packets, 0, 0, 0}", "kPushes = true"})
+        "kPushes = true"})
     EXPECT_NE(text.find(line), std::string::npos) << line << "\n" << text;
+  EXPECT_TRUE(std::ranges::any_of(table_in<loop::Operand>(text, "kOperands"), [](const loop::Operand& one) {
+    return one.base == loop::Operand::packets && one.offset == 0;
+  }));
   EXPECT_EQ(emit_cuda(summed({.reduce_op = "avg"})).text.find("pushed.cuh"), std::string::npos);
 }
 
