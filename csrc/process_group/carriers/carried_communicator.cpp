@@ -105,11 +105,12 @@ struct CarriedCommunicator::Current {
 };
 
 // A connection ends because its rank has left a failed group. The reason may have reached another rank of this node and
-// not yet this one.
+// not yet this one. If that rank has lost a connection, too, this one's own words say more.
 void CarriedCommunicator::raise_what_the_node_knows(const OperationContext& context) {
   try {
     node_->health().check_alive(context);
   } catch (const Error& cause) {
+    if (cause.kind() == ErrorKind::peer_lost) return;
     fail(cause);
     throw;
   }
