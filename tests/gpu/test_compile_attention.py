@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+import ark_torch
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -85,3 +89,19 @@ def test_attention_of_many_rows(dtype: torch.dtype, close: float, cases: list[Ca
         want = attend(q.double(), k.double(), v.double(), wide, case[-1] == "causal")
         assert float((one.double() - want).norm() / want.norm()) < close, case
         assert torch.equal(one, other), case
+
+
+def test_a_boolean_mask_is_read_as_it_is() -> None:
+    """PyTorch turns it into numbers, other ones for each implementation that it may choose; rows without a position
+    have zeros."""
+    q, k, v, mask = operands((1, 4, 4, 256, 256, 64, "rows"), torch.bfloat16)
+    assert mask is not None
+    mask[..., 7, :] = False
+    told = ark_torch.explain(attend, q, k, v, mask, False, target="sm_90a", ark_options={"choose": "ark"})
+    stages = json.loads(told.regions[0].target_plan)["stages"]
+    assert [stage["kind"] for stage in stages].count("attention") == len(stages), stages
+    with torch.no_grad():
+        got = torch.compile(attend, backend="ark", options={"choose": "ark", "fallback": False})(q, k, v, mask, False)
+    want = attend(q.double(), k.double(), v.double(), mask, False)
+    assert not got[..., 7, :].any()
+    assert float((got.double() - want).norm() / want.norm()) < 8e-3
