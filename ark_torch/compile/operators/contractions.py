@@ -175,18 +175,19 @@ def _boolean_mask(low: Lowering, mask: Any) -> Operand:
     condition, kept, dropped = (low.operand(a) for a in node.args)
     if not (isinstance(kept, Literal) and isinstance(dropped, Literal) and isinstance(condition, Strided)):
         return operand
-    if kept.value != 0 or condition.dtype != torch.bool or not _excludes(node, dropped.value):
+    if kept.value != 0 or condition.dtype != torch.bool or not _excludes(low, node, dropped):
         return operand
     if analysis.root_of(node.args[0]) in low.mutated:  # type: ignore[arg-type]
         return operand
     return low.expand(low.expand(condition, tuple(node.meta["val"].shape)), operand.shape)
 
 
-def _excludes(where: Node, bias: float) -> bool:
+def _excludes(low: Lowering, where: Node, bias: Literal) -> bool:
     """Whether a position with this bias is not attended to.
 
     For cuDNN, PyTorch up to 2.11 itself writes -65504 for a boolean mask's False (convert_boolean_attn_mask_cudnn). A
     row without any position then has zeros here, as with PyTorch's other implementations; cuDNN ignores its mask.
     """
     made_by = where.meta.get("source_fn_stack") or [(None, None)]
-    return bias == -math.inf or (bias == -65504.0 and made_by[-1][1] is F.scaled_dot_product_attention)
+    by_attention = made_by[-1][1] is F.scaled_dot_product_attention
+    return bias.value == -math.inf or (by_attention and bias.value == low.constant(-65504.0, bias.dtype).value)

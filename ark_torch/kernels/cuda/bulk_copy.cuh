@@ -15,6 +15,10 @@ __device__ __forceinline__ uint32 shared_address(const void* pointer) {
 __device__ __forceinline__ void barrier_init(uint64* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
 }
+// Before its memory is used for something else.
+__device__ __forceinline__ void barrier_end(uint64* barrier) {
+  asm volatile("mbarrier.inval.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
 // This thread's arrival, and the bytes of copies to expect.
 __device__ __forceinline__ void barrier_expect(uint64* barrier, uint32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)

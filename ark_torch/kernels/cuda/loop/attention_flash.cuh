@@ -3,13 +3,17 @@
 //
 // For heads of 64 or 128 numbers. A warp group has 64 rows and 64 value columns; with 128 columns two groups share
 // rows, and both compute the scores. Blocks of 64 keys and values pass through a ring in shared memory. Scores, weights
-// (rounded to the values' type for the second product) and sums stay in registers. Groups meet once per block, so that
-// one exponentiates while others multiply.
+// (rounded to the values' type for the second product) and sums stay in registers.
+//
+// Groups may be a block apart, so that one exponentiates while others multiply. Therefore a warp arrives at a barrier
+// when it is done with a block and its copies for the one after the next are there, and waits for the others a block
+// later. The barriers of even and odd turns are different, as a warp may arrive at the next before all have passed one.
 //
 // A mask is read ahead, for a window of blocks, into one bit per row and position. Blocks that no row of a group
 // attends to are not computed, and positions that no row attends to are not copied.
 #pragma once
 
+#include "cuda/bulk_copy.cuh"
 #include "cuda/loop/attention_tiles.cuh"
 #include "cuda/loop/product.cuh"
 #include "cuda/loop/ptx_group.cuh"
@@ -21,7 +25,7 @@ class FlashAttention {
   static constexpr Attention s = kShape;
   static constexpr bool kScans = !kSame<M, NoMask>;
   static constexpr int kParts = kColumns / 64;  // of a row: lines of 128 bytes, whose chunks are at part_at()
-  static constexpr int kBlock = 64, kTiles = kBlock / 8, kStages = 4, kWindow = kParts == 1 ? 32 : 16;
+  static constexpr int kBlock = 64, kTiles = kBlock / 8, kStages = kParts == 1 ? 5 : 4, kWindow = kParts == 1 ? 32 : 16;
   static constexpr int kLine = 128, kTile = kBlock * kLine, kStage = 2 * kParts * kTile;
 
  public:
@@ -35,11 +39,14 @@ class FlashAttention {
                                 : s.mask_head == 0 && s.mask_row == 0          ? kWarpRows
                                 : s.mask_head == 0 && kWarpRows % s.heads == 0 ? static_cast<int>(s.heads)
                                                                                : 1;
-  static constexpr int kRing = kRows * kParts * kLine, kWords = kRing + kStages * kStage;
+  static constexpr int kRing = kRows * kParts * kLine, kBarriers = kRing + kStages * kStage, kWords = kBarriers + 16;
   static constexpr int kSeen = kWords + kWindow * kRows * 8, kAny = kSeen + kWindow * kWarps * 8;
-  static constexpr int kEnd = kScans ? kAny + kWindow * 8 : kWords;
+  static constexpr int kSeeing = kAny + kWindow * 8, kEnd = kScans ? kSeeing + kWindow * 4 : kWords;
   static_assert(kColumns == kParts * 64 && kEnd <= kGroupWorkspaceBytes && kRing % 1024 == 0);
   static constexpr float kLog2E = 1.4426950408889634f, kScale = s.scale * kLog2E;
+  // A score's factor is applied before the mask, where the mask has numbers, or with the exponentiation.
+  static constexpr bool kScalesFirst = kIsFloat<M> || kScale <= 0;
+  static constexpr float kFactor = kScalesFirst ? 1.0f : kScale;
 
  public:
   ARK_LOOP FlashAttention(int first, int end) : first_(first), end_(end) {}
@@ -48,6 +55,8 @@ class FlashAttention {
   ARK_LOOP void attend(QAt q, KAt k, VAt v, const M* mask) {
     const int limit = limit_of(s, end_), blocks = (limit + kBlock - 1) / kBlock;
     copy_queries(now(q));
+    if (self < 2) device::barrier_init(barrier(self), kWarps);
+    sync();
     if constexpr (kScans) {
       _Pragma("unroll 1") for (int first = 0; first < blocks; first += kWindow) {
         const int past = least(blocks, first + kWindow);
@@ -58,6 +67,8 @@ class FlashAttention {
     } else {
       attend_blocks(k, v, mask, 0, blocks, limit);
     }
+    sync();
+    if (self < 2) device::barrier_end(barrier(self));
   }
 
   template <class Out>
@@ -89,6 +100,7 @@ class FlashAttention {
   // Re-read, since this is inlined in the kernel's loop: registers would keep what is derived from it across tasks.
   const int self = thread_anew();
   const int first_, end_;  // rows
+  uint32 turn_ = 0;
   float greatest_[2] = {-kInfinity, -kInfinity}, total_[2] = {}, sums_[8][4] = {};
 
   ARK_LOOP int lane() const { return self % 32; }
@@ -98,15 +110,22 @@ class FlashAttention {
   ARK_LOOP int row_in_pass(int r) const { return group_row() + self / 32 % 4 * 16 + lane() / 4 + r * 8; }
   ARK_LOOP int row(int r) const { return first_ + row_in_pass(r); }
 
+  static ARK_LOOP uint64* barrier(uint32 turn) {
+    return reinterpret_cast<uint64*>(workspace() + kBarriers) + turn % 2;
+  }
+  static ARK_LOOP uint32 in_window(int block) { return static_cast<uint32>(block) % kWindow; }
   // A bit per position of a block: whether a row attends to it; whether any row that a warp scans does; whether any
-  // does.
+  // does. A bit per warp: whether any of the rows that it scans attends to the block.
   static ARK_LOOP uint64* words(int block) {
-    return reinterpret_cast<uint64*>(workspace() + kWords) + block % kWindow * kRows;
+    return reinterpret_cast<uint64*>(workspace() + kWords) + in_window(block) * kRows;
   }
   static ARK_LOOP uint64* seen(int block) {
-    return reinterpret_cast<uint64*>(workspace() + kSeen) + block % kWindow * kWarps;
+    return reinterpret_cast<uint64*>(workspace() + kSeen) + in_window(block) * kWarps;
   }
-  static ARK_LOOP uint64& any(int block) { return reinterpret_cast<uint64*>(workspace() + kAny)[block % kWindow]; }
+  static ARK_LOOP uint64& any(int block) { return reinterpret_cast<uint64*>(workspace() + kAny)[in_window(block)]; }
+  static ARK_LOOP uint32& seeing(int block) {
+    return reinterpret_cast<uint32*>(workspace() + kSeeing)[in_window(block)];
+  }
   // The next block of which anything is attended to.
   static ARK_LOOP int following(int block, int past) {
     ++block;
@@ -115,23 +134,40 @@ class FlashAttention {
     return block;
   }
 
+  // Tells the others that this warp is done with the block before, and that its copies are there but for the last kLeft.
+  template <int kLeft>
+  ARK_LOOP void arrive() {
+    wait_copies<kLeft>();
+    show_to_group_multiply();
+    sync_warp();
+    if (lane() == 0) device::barrier_arrive(barrier(turn_));
+    ++turn_;
+  }
+  // Waits until all have arrived for the last time but `back`.
+  ARK_LOOP void await(uint32 back) const {
+    const uint32 turn = turn_ - 1 - back;
+    while (!device::barrier_passed(barrier(turn), turn / 2 % 2)) {
+    }
+  }
+
   template <class KAt, class VAt>
   ARK_LOOP void attend_blocks(KAt k, VAt v, const M* mask, int first, int past, int limit) {
+    constexpr int kAhead = kStages - 2;  // a slot is filled again when all are done with the block before the last
     int block = following(first - 1, past), ahead = block, filled = 0, slot = 0;
-    ARK_ROLLED for (; filled < kStages - 1; ++filled) {
+    const auto fill = [&] {
       if (ahead < past) copy(now(k), now(v), ahead, filled, limit), ahead = following(ahead, past);
       end_copies();
-    }
+      filled = filled + 1 == kStages ? 0 : filled + 1;
+    };
+    ARK_ROLLED for (int i = 0; i < kAhead; ++i) fill();
+    arrive<kAhead - 1>();
     _Pragma("unroll 1") while (block < past) {
-      wait_copies<kStages - 2>();
-      show_to_group_multiply();
-      sync();  // the block has arrived for all, and all are done with the one before
-      if (ahead < past) copy(now(k), now(v), ahead, filled, limit), ahead = following(ahead, past);
-      end_copies();
+      arrive<kAhead - 2>();
+      await(1);
+      fill();
       if (sees(block)) attend_block(mask, block, slot);
       block = following(block, past);
-      filled = (filled + 1) % kStages;
-      slot = (slot + 1) % kStages;
+      slot = slot + 1 == kStages ? 0 : slot + 1;
     }
     wait_copies<0>();
   }
@@ -191,7 +227,8 @@ class FlashAttention {
       const uint64 one = lane() < kWarps ? seen(block)[lane()] : 0;
       const uint32 low = __reduce_or_sync(~0u, static_cast<uint32>(one)),
                    high = __reduce_or_sync(~0u, static_cast<uint32>(one >> 32));
-      if (lane() == 0) any(block) = static_cast<uint64>(high) << 32 | low;
+      const uint32 by = ballot(one != 0);
+      if (lane() == 0) any(block) = static_cast<uint64>(high) << 32 | low, seeing(block) = by;
     }
     sync();
   }
@@ -213,14 +250,11 @@ class FlashAttention {
   }
   // Whether any row of this group attends to the block.
   ARK_LOOP bool sees(int block) const {
-    const int from = first_ + group_row(), past = least(end_, from + 64);
-    if (from >= past) return false;
     if constexpr (kScans) {
-      uint64 any = 0;
-      ARK_UNROLL for (int w = 0; w < kGroupWarps; ++w) any |= seen(block)[group_row() / kWarpRows + w];
-      return any != 0;
+      return (seeing(block) >> group_row() / kWarpRows & ((1u << kGroupWarps) - 1)) != 0;
     } else {
-      return block * kBlock < limit_of(s, past);
+      const int from = first_ + group_row(), past = least(end_, from + 64);
+      return from < past && block * kBlock < limit_of(s, past);
     }
   }
 
@@ -234,9 +268,9 @@ class FlashAttention {
       ARK_UNROLL for (int n = 0; n < kTiles; ++n) now = fmaxf(now, fmaxf(scores[n][2 * r], scores[n][2 * r + 1]));
       now = fmaxf(now, shuffle_xor(now, 1));
       now = fmaxf(now, shuffle_xor(now, 2));
-      const float base = base_of(now);
+      const float base = base_of(now) * kFactor;
       if (ballot(now != greatest_[r]) != 0) {
-        const float before = fast_exp2(greatest_[r] - base);
+        const float before = fast_exp2(fused(greatest_[r], kFactor, -base));
         total_[r] *= before;
         ARK_UNROLL for (int n = 0; n < 8; ++n) {
           sums_[n][2 * r] *= before;
@@ -245,7 +279,8 @@ class FlashAttention {
         greatest_[r] = now;
       }
       ARK_UNROLL for (int n = 0; n < kTiles; ++n) {
-        const float x = fast_exp2(scores[n][2 * r] - base), y = fast_exp2(scores[n][2 * r + 1] - base);
+        const float x = fast_exp2(fused(scores[n][2 * r], kFactor, -base));
+        const float y = fast_exp2(fused(scores[n][2 * r + 1], kFactor, -base));
         total_[r] += x + y;
         weights[n][r] = pack_two(x, y, T{});
       }
@@ -277,23 +312,32 @@ class FlashAttention {
     wait_group_multiply(sums_);
   }
 
-  // Scales scores to powers of two and applies the mask.
+  // Makes a score -inf in its register. A selection on one side of a branch made the compiler move all scores.
+  static ARK_LOOP void exclude_unless(float& score, uint32 there) {
+    asm("{ .reg .pred p; setp.eq.u32 p, %1, 0; @p mov.b32 %0, 0Fff800000; }" : "+f"(score) : "r"(there));
+  }
+  // Applies the mask, and where it has numbers the scores' factor.
   ARK_LOOP void mask_scores(float (&scores)[kTiles][4], const M* mask, int block) const {
     const int place = block * kBlock + lane() % 4 * 2;
-    ARK_UNROLL for (int n = 0; n < kTiles; ++n) ARK_UNROLL for (int e = 0; e < 4; ++e) scores[n][e] *= kScale;
-    ARK_UNROLL for (int r = 0; r < 2; ++r) {
-      if constexpr (kScans) {
-        const uint64 word = words(block)[row_in_pass(r)] >> lane() % 4 * 2;
+    if constexpr (kScalesFirst)
+      ARK_UNROLL for (int n = 0; n < kTiles; ++n) ARK_UNROLL for (int e = 0; e < 4; ++e) scores[n][e] *= kScale;
+    if constexpr (kScans) {
+      const uint64 rows[2] = {words(block)[row_in_pass(0)], words(block)[row_in_pass(1)]};
+      if (!kIsFloat<M> && ballot((rows[0] & rows[1]) != ~uint64{0}) == 0) return;
+      ARK_UNROLL for (int r = 0; r < 2; ++r) {
+        const uint64 word = rows[r] >> lane() % 4 * 2;
         const uint32 bits[2] = {static_cast<uint32>(word), static_cast<uint32>(word >> 32)};
         const AttentionRow from(s, row(r));
         ARK_UNROLL for (int n = 0; n < kTiles; ++n) ARK_UNROLL for (int e = 0; e < 2; ++e) {
           float& score = scores[n][2 * r + e];
-          const bool there = (bits[n / 4] >> (n % 4 * 8 + e) & 1) != 0;
+          const uint32 there = bits[n / 4] >> (n % 4 * 8 + e) & 1;
           if constexpr (kIsFloat<M>)
-            if (there) score = fused(kLog2E, bias_of(s, mask, from, place + n * 8 + e), score);
-          score = there ? score : -kInfinity;
+            if (there != 0) score = fused(kLog2E, bias_of(s, mask, from, place + n * 8 + e), score);
+          exclude_unless(score, there);
         }
-      } else {
+      }
+    } else {
+      ARK_UNROLL for (int r = 0; r < 2; ++r) {
         const int limit = limit_of(s, row(r) + 1);
         if (limit >= (block + 1) * kBlock) continue;
         ARK_UNROLL for (int n = 0; n < kTiles; ++n) ARK_UNROLL for (int e = 0; e < 2; ++e) {
