@@ -61,7 +61,8 @@ class Rates:
 
 
 def _can_fuse(optimizer: Optimizer) -> bool:
-    """SGD takes a rate from the device only in fused form; Adam is fused unless foreach was requested."""
+    """SGD takes a rate from the device only in fused form (of DTensors: shards.py); Adam is fused unless foreach was
+    requested."""
     asked = any(group.get("foreach") for group in optimizer.param_groups)
     return isinstance(optimizer, SGD) or (isinstance(optimizer, Adam) and not asked)
 

@@ -23,6 +23,7 @@ from ark_torch.train.buckets import Buckets
 from ark_torch.train.ddp import Standby
 from ark_torch.train.ema import Averaging
 from ark_torch.train.models import Subject
+from ark_torch.train.shards import on_shards
 
 
 @dataclass
@@ -124,7 +125,8 @@ class Step:
         if self.scaler is None:
             self._update_parameters()
         else:
-            self.scaler.step(self.optimizer)
+            with on_shards(self.optimizer):
+                self.scaler.step(self.optimizer)
             self.scaler.update()
 
     def _updates_apart(self) -> bool:
@@ -135,7 +137,8 @@ class Step:
         """Updates parameters whose gradients are averaged first, then those whose averages are still under way."""
         late = set(self.buckets.late()) if self.buckets is not None else set()
         if not late:
-            self.optimizer.step()
+            with on_shards(self.optimizer):
+                self.optimizer.step()
             return
         assert self.buckets is not None
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -146,7 +149,8 @@ class Step:
                     self.buckets.finish()
                 for parameter, gradient in zip(parameters, gradients, strict=True):
                     parameter.grad = gradient if (parameter in late) == last else None
-                self.optimizer.step()
+                with on_shards(self.optimizer):
+                    self.optimizer.step()
         finally:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient

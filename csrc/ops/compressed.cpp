@@ -9,6 +9,7 @@
 #include <numeric>
 
 #include "ops/meeting.hpp"
+#include "process_group/work.hpp"
 
 namespace ark::ops {
 
@@ -158,7 +159,7 @@ at::Tensor gathered(ProcessGroupArk& group, at::Tensor& codes) {
   at::Tensor all = bytes(static_cast<uint64_t>(codes.numel() * group.getSize()), codes);
   c10d::AllgatherOptions options;
   options.asyncOp = false;
-  group._allgather_base(all, codes, options)->wait();
+  wait_for(group._allgather_base(all, codes, options));
   return all;
 }
 

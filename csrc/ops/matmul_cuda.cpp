@@ -4,6 +4,7 @@
 
 #include "ops/matmul.hpp"
 #include "process_group/cuda/cuda_group.hpp"
+#include "process_group/work.hpp"
 
 namespace ark::ops {
 
@@ -27,7 +28,7 @@ MatmulResult matmul_cuda(const MatmulCall& call, ProcessGroupArk& group) {
       Tensors tensors{out};
       c10d::AllreduceOptions options;
       options.asyncOp = false;
-      group.allreduce(tensors, options)->wait();
+      wait_for(group.allreduce(tensors, options));
       return {out, none()};
     }
     case MatmulKind::reduce_scatter: {
@@ -35,14 +36,14 @@ MatmulResult matmul_cuda(const MatmulCall& call, ProcessGroupArk& group) {
       product_of(call.a, call, product);
       c10d::ReduceScatterOptions options;
       options.asyncOp = false;
-      group._reduce_scatter_base(out, product, options)->wait();
+      wait_for(group._reduce_scatter_base(out, product, options));
       return {out, none()};
     }
     default: {
       at::Tensor gathered = place(size * call.rows(), call.depth()), mine = call.a.contiguous();
       c10d::AllgatherOptions options;
       options.asyncOp = false;
-      group._allgather_base(gathered, mine, options)->wait();
+      wait_for(group._allgather_base(gathered, mine, options));
       at::Tensor out = product_of(gathered, call);
       return {out, call.gathered ? gathered : none()};
     }

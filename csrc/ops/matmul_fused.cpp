@@ -64,6 +64,13 @@ Cut cut_of(const MatmulCall& call, int64_t ranks) {
   return *best;
 }
 
+// log2 of the rows in a group of all_gather's: as few as the flags allow.
+uint32_t push_shift_of(int64_t rows) {
+  uint32_t shift = device::kPushShift;
+  while (in_wholes(rows, int64_t{1} << shift) > device::kMostFlags) ++shift;
+  return shift;
+}
+
 bool is_wide(int64_t stride, const at::Tensor& tensor) {
   return stride % 8 == 0 && reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
 }
@@ -113,12 +120,19 @@ std::string why_not_fused(const MatmulCall& call, int ranks) {
   if (call.rows() == 0 || shared == 0) return "there is nothing to send";
   if (shared % 8 != 0) return std::string(gathers ? "the columns of a" : "the columns of b") + " are no multiple of 8";
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-  if (call.rows() * ranks > kMost || call.depth() > kMost || call.columns() > kMost - 256)
-    return "a matrix is too large";
+  const auto above = [](const char* what, int64_t count, int64_t most) {
+    return count <= most ? std::string()
+                         : std::string(what) + " " + std::to_string(count) + ", more than " + std::to_string(most);
+  };
+  for (const std::string& why :
+       {above("the rows of a, times the ranks, are", call.rows() * ranks, kMost),
+        above("the columns of a are", call.depth(), kMost), above("the columns of b are", call.columns(), kMost - 256)})
+    if (!why.empty()) return why;
   const Cut cut = cut_of(call, ranks);
-  const int64_t flags = gathers ? in_wholes(cut.part_rows, device::kPushRows) : cut.part_tiles * cut.shape.warps();
-  if (flags > device::kMostFlags || cut.tiles > kMost) return "the matrices are too large";
-  return {};
+  const std::string of = " of " + std::to_string(cut.shape.rows) + " x " + std::to_string(cut.shape.columns) + " are";
+  if (gathers) return above(("the result's tiles" + of).c_str(), cut.tiles, kMost);
+  return above(("the tiles of a rank's part of the result" + of).c_str(), cut.part_tiles,
+               device::kMostFlags / cut.shape.warps());
 }
 
 // Measured on two and four H200 (benchmarks/results/fused_products*.json). The library's product is up to a tenth
@@ -173,6 +187,7 @@ std::optional<MatmulResult> matmul_fused(const MatmulCall& call, ProcessGroupArk
   params.row_tiles = static_cast<uint32_t>(cut.row_tiles);
   params.column_tiles = static_cast<uint32_t>(cut.column_tiles);
   params.part_tiles = static_cast<uint32_t>(cut.part_tiles), params.tiles = static_cast<uint32_t>(cut.tiles);
+  if (gathers) params.push_shift = push_shift_of(cut.part_rows);
 
   bool launched = false;
   const auto launch = [&](CudaCommunicator& communicator, const Operation& operation) {
@@ -198,7 +213,8 @@ std::optional<MatmulResult> matmul_fused(const MatmulCall& call, ProcessGroupArk
     const unsigned threads = static_cast<unsigned>(cut.shape.threads());
     const size_t shared = static_cast<size_t>(cut.shape.shared_bytes());
     // Two warps of a block send rows, several rows each.
-    const int64_t wanted = gathers ? std::max(cut.tiles, in_wholes(cut.part_rows, device::kPushRows * 2)) : cut.tiles;
+    const int64_t wanted =
+        gathers ? std::max(cut.tiles, in_wholes(cut.part_rows, int64_t{2} << params.push_shift)) : cut.tiles;
     const int64_t blocks = std::min<int64_t>(
         {wanted, resident_blocks(kernel, static_cast<int>(threads), shared), communicator.most_blocks()});
     jit::launch(kernel, {static_cast<unsigned>(blocks)}, {threads}, shared, stream, params,

@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <optional>
 
+#include "process_group/work.hpp"
+
 namespace ark::ops {
 
 ProcessGroupArk& backend_of(const std::string& group, const char* operation) {
@@ -26,7 +28,7 @@ void all_to_all_single(ProcessGroupArk& group, at::Tensor& out, at::Tensor in, s
                        std::vector<int64_t> sent) {
   c10d::AllToAllOptions options;
   options.asyncOp = false;
-  group.alltoall_base(out, in, received, sent, options)->wait();
+  wait_for(group.alltoall_base(out, in, received, sent, options));
 }
 
 std::vector<std::vector<int64_t>> tell_all(ProcessGroupArk& group, const std::vector<int64_t>& words,
@@ -38,7 +40,7 @@ std::vector<std::vector<int64_t>> tell_all(ProcessGroupArk& group, const std::ve
   c10d::AllgatherOptions options;
   options.asyncOp = false;
   if (timeout.count() > 0) options.timeout = timeout;
-  group._allgather_base(all, mine, options)->wait();
+  wait_for(group._allgather_base(all, mine, options));
   std::vector<std::vector<int64_t>> told;
   for (int r = 0; r < size; ++r) {
     const int64_t* const from = all.const_data_ptr<int64_t>() + r * count;

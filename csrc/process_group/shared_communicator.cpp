@@ -1,5 +1,6 @@
 // Decides which operations NCCL carries and calls it: raw memory becomes tensors of bytes, or of numbers for sums.
 #include "process_group/carriers/nccl_entry.hpp"
+#include "process_group/work.hpp"
 
 namespace ark {
 
@@ -67,7 +68,7 @@ std::vector<at::Tensor> SharedCommunicator::all_at(Pointer const* places, size_t
 void SharedCommunicator::carry(c10d::Backend& nccl, Kind kind, const Operation& operation, Call call) {
   ours_.barrier(operation);
   try {
-    if (const auto work = call(nccl)) work->wait();
+    wait_for(call(nccl));
   } catch (const std::exception& error) {
     // Peers may already be in NCCL's kernels and wait for this rank.
     const Error failure(ErrorKind::system,

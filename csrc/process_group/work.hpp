@@ -19,6 +19,11 @@
 
 namespace ark {
 
+// Waits for an operation with asyncOp=false. A carrier may return no work for it: NCCL's runs on the current stream.
+inline void wait_for(const c10::intrusive_ptr<c10d::Work>& work) {
+  if (work) work->wait();
+}
+
 class Executor;
 class GroupCore;
 

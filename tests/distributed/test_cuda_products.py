@@ -57,6 +57,8 @@ def _one_kernel(rank: Rank) -> None:
         assert counted(call) == (1, 1)
     large = _matrices(rank, m=4096, k=8, n=2048)
     assert counted(lambda: matmul_all_reduce(*large, group)) == (1, 2)  # as the rule chooses
+    long = _matrices(rank, m=4 * 16384 + 2, k=8, n=8)  # more rows than flags for groups of four
+    assert counted(lambda: all_gather_matmul(*long, group, form="fused")) == (1, 2)
 
 
 def test_ranks_meet_before_the_first_call_of_a_shape(pretended_gpu: Any) -> None:
@@ -115,6 +117,11 @@ def _cannot(rank: Rank) -> None:
         for operator in OPERATORS:
             with pytest.raises(ValueError, match=text):
                 operator(*_matrices(rank, **kind), group, form="fused")
+    large = _matrices(rank, m=65536, k=8, n=4096)
+    told = r"the tiles of a rank's part of the result of 128 x 256 are 4096, more than 2048\. Pass form='auto'"
+    for operator in (matmul_all_reduce, matmul_reduce_scatter):
+        with pytest.raises(ValueError, match=told):
+            operator(*large, group, form="fused")
     pretended.driver.pretend_capability(80)
     with pytest.raises(ValueError, match="it needs a Hopper GPU"):
         matmul_all_reduce(*_matrices(rank), group, form="fused")

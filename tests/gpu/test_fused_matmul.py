@@ -60,16 +60,24 @@ def _large(rank: Rank, form: str) -> None:
         want = sum(a[there : there + 64].double() @ b.double() for b in all_b)
         for got in (part[first : first + 64], whole[there : there + 64]):
             assert float((got.double() - want).norm() / want.norm()) < 5e-3, first
+    # A sum of more tiles than one kernel has flags for.
+    a, b = drawn(32768 * world, 8), drawn(8, 4096)
+    if form == "fused":
+        with pytest.raises(ValueError, match=r"the tiles of a rank's part of the result of .* more than 2048"):
+            matmul_all_reduce(a, b, form=form)
+    want = world * (a[-64:].double() @ b.double())
+    assert float((matmul_all_reduce(a, b)[-64:].double() - want).norm() / want.norm()) < 5e-3
     del a, part, whole
-    k, n = 64, 4160
-    m = ((1 << 31) // n // world // 64 + 1) * 64
-    mine, b = [drawn(m, k) for _ in range(world)][me], drawn(k, n)
-    out = all_gather_matmul(mine, b, form=form)
-    assert out.numel() > 1 << 31
-    for first in (0, m - 64):
-        want = mine[first : first + 64].double() @ b.double()
-        got = out[me * m + first :][:64]
-        assert float((got.double() - want).norm() / want.norm()) < 5e-3, first
+    # The second has more rows than flags even for groups of as many rows as a tile has.
+    for m, k, n in ((((1 << 31) // 4160 // world // 64 + 1) * 64, 64, 4160), ((1 << 21) + 64, 8, 8)):
+        every, b = [drawn(m, k) for _ in range(world)], drawn(k, n)
+        out = all_gather_matmul(every[me], b, form=form)
+        assert n == 8 or out.numel() > 1 << 31
+        for r, a in enumerate(every):
+            for first in (0, m // 2 + 1, m - 64):
+                want = a[first : first + 64].double() @ b.double()
+                got = out[r * m + first :][:64]
+                assert float((got.double() - want).norm() / want.norm()) < 5e-3, (r, first)
 
 
 @pytest.mark.timeout(300)

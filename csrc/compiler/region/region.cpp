@@ -18,6 +18,7 @@
 #include "compiler/schedule/targets.hpp"
 #include "jit/host_compiler.hpp"
 #include "jit/kernel.hpp"
+#include "process_group/work.hpp"
 #include "util/error.hpp"
 
 namespace ark::compiler {
@@ -150,21 +151,18 @@ void Region::add_collective(int index, const CollectiveStage& ends) {
   const auto wrap = [](const void* data, const Spec& spec) {
     return at::from_blob(const_cast<void*>(data), spec.sizes, spec.strides, at::TensorOptions(spec.type));
   };
-  const auto finish = [](const c10::intrusive_ptr<c10d::Work>& work) {
-    if (work) work->wait();
-  };
   if (node.op == "all_to_all") {
     collectives_[index] = [=, send = node.integers("input_splits"), receive = node.integers("output_splits")](
                               const void* input, void* output) mutable {
       at::Tensor to = wrap(output, out), from = wrap(input, in);
-      finish(group()->alltoall_base(to, from, receive, send, {.asyncOp = false}));
+      wait_for(group()->alltoall_base(to, from, receive, send, {.asyncOp = false}));
     };
   } else if (node.op == "all_gather") {
     collectives_[index] = [=](const void* input, void* output) {
       at::Tensor to = wrap(output, out), from = wrap(input, in);
       c10d::AllgatherOptions options;
       options.asyncOp = false;
-      finish(group()->_allgather_base(to, from, options));
+      wait_for(group()->_allgather_base(to, from, options));
     };
   } else if (node.op == "reduce_scatter") {
     collectives_[index] = [=, op = reduce_op(node.text("reduce_op"))](const void* input, void* output) {
@@ -172,7 +170,7 @@ void Region::add_collective(int index, const CollectiveStage& ends) {
       c10d::ReduceScatterOptions options;
       options.reduceOp = op;
       options.asyncOp = false;
-      finish(group()->_reduce_scatter_base(to, from, options));
+      wait_for(group()->_reduce_scatter_base(to, from, options));
     };
   } else {
     collectives_[index] = [=, op = reduce_op(node.text("reduce_op")),
@@ -183,7 +181,7 @@ void Region::add_collective(int index, const CollectiveStage& ends) {
       c10d::AllreduceOptions options;
       options.reduceOp = op;
       options.asyncOp = false;
-      finish(group()->allreduce(tensors, options));
+      wait_for(group()->allreduce(tensors, options));
     };
   }
 }

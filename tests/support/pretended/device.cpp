@@ -1,6 +1,6 @@
-// A pretended CUDA device for tests of the host side. PyTorch's "cuda" streams and events do nothing, and "cuda"
-// tensors are in host memory. A backend stands in for NCCL: it carries operations by another group on the same memory,
-// and records them.
+// A pretended CUDA device for tests of the host side. PyTorch's "cuda" streams and events do nothing, "cuda" tensors
+// are in host memory, and PyTorch's own operators compute on them there. A backend stands in for NCCL: it carries
+// operations by another group on the same memory, and records them.
 #include <ATen/ATen.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/utils/pybind.h>
@@ -10,6 +10,7 @@
 #include <pybind11/stl.h>
 
 #include <atomic>
+#include <functional>
 #include <mutex>
 #include <thread>
 
@@ -68,18 +69,66 @@ C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 at::Tensor on_device(const at::Tensor& host, int device) {
   const Device where(at::kCUDA, static_cast<DeviceIndex>(device));
   return at::for_blob(host.data_ptr(), host.sizes())
+      .strides(host.strides())
       .deleter([host](void*) {})
       .options(host.options().device(where))
       .target_device(where)
       .make_tensor();
 }
 
+// The same memory, kept as long as the view or views of it live.
+at::Tensor on_host(const at::Tensor& tensor) {
+  return at::from_blob(
+      tensor.data_ptr(), tensor.sizes(), tensor.strides(), [tensor](void*) {}, tensor.options().device(at::kCPU));
+}
+
 at::Tensor empty(at::IntArrayRef sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
                  std::optional<Device>, std::optional<bool>, std::optional<at::MemoryFormat>) {
   return on_device(at::empty(sizes, at::TensorOptions(dtype.value_or(at::kFloat))), current_device);
 }
+
+// Runs an operator on the arguments' memory. What it changes in place, it returns.
+void compute_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  std::vector<std::pair<at::Tensor, at::Tensor>> moved;  // as given, as computed on
+  const auto to_host = [&](const at::Tensor& given) {
+    if (!given.defined() || !given.is_cuda()) return given;
+    moved.emplace_back(given, on_host(given));
+    return moved.back().second;
+  };
+  const auto to_device = [&](const at::Tensor& made) {
+    for (const auto& [given, used] : moved)
+      if (made.is_same(used)) return given;
+    return made.defined() ? on_device(made, current_device) : made;
+  };
+  const auto each = [&](size_t count, const std::function<at::Tensor(const at::Tensor&)>& move) {
+    for (auto value = stack->end() - static_cast<std::ptrdiff_t>(count); value != stack->end(); ++value) {
+      if (value->isTensor()) {
+        *value = move(value->toTensor());
+      } else if (value->isTensorList()) {
+        c10::List<at::Tensor> list;
+        for (const at::Tensor& one : value->toTensorVector()) list.push_back(move(one));
+        *value = std::move(list);
+      } else if (value->isOptionalTensorList()) {
+        c10::List<std::optional<at::Tensor>> list;
+        for (const auto& one : value->toOptionalTensorVector())
+          list.push_back(one ? std::optional(move(*one)) : std::nullopt);
+        *value = std::move(list);
+      } else if (value->isDevice() && value->toDevice().is_cuda()) {
+        *value = Device(at::kCPU);
+      }
+    }
+  };
+  each(op.schema().arguments().size(), to_host);
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  each(op.schema().returns().size(), to_device);
+}
+
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("empty.memory_format", &empty);
+  library.impl("copy_", torch::CppFunction::makeFromBoxedFunction<&compute_on_host>());  // one for all devices has none
+}
+TORCH_LIBRARY_IMPL(_, CUDA, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&compute_on_host>());
 }
 
 class Recorder : public c10d::Backend {
@@ -95,47 +144,47 @@ class Recorder : public c10d::Backend {
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     note("allreduce", options.asyncOp);
     auto views = host(tensors);
-    return inner_->allreduce(views, options);
+    return given(inner_->allreduce(views, options), options.asyncOp);
   }
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
     note("reduce", options.asyncOp);
     auto views = host(tensors);
-    return inner_->reduce(views, options);
+    return given(inner_->reduce(views, options), options.asyncOp);
   }
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     note("broadcast", options.asyncOp);
     auto views = host(tensors);
-    return inner_->broadcast(views, options);
+    return given(inner_->broadcast(views, options), options.asyncOp);
   }
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
     note("_allgather_base", options.asyncOp);
     at::Tensor to = host(output), from = host(input);
-    return inner_->_allgather_base(to, from, options);
+    return given(inner_->_allgather_base(to, from, options), options.asyncOp);
   }
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
     note("allgather", options.asyncOp);
     std::vector<Tensors> to{host(outputs[0])};
     auto from = host(inputs);
-    return inner_->allgather(to, from, options);
+    return given(inner_->allgather(to, from, options), options.asyncOp);
   }
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                const c10d::ReduceScatterOptions& options) override {
     note("_reduce_scatter_base", options.asyncOp);
     at::Tensor to = host(output), from = host(input);
-    return inner_->_reduce_scatter_base(to, from, options);
+    return given(inner_->_reduce_scatter_base(to, from, options), options.asyncOp);
   }
   WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                          const c10d::ReduceScatterOptions& options) override {
     note("reduce_scatter", options.asyncOp);
     auto to = host(outputs);
     std::vector<Tensors> from{host(inputs[0])};
-    return inner_->reduce_scatter(to, from, options);
+    return given(inner_->reduce_scatter(to, from, options), options.asyncOp);
   }
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& receives,
                         std::vector<int64_t>& sends, const c10d::AllToAllOptions& options) override {
     note("alltoall_base", options.asyncOp);
     at::Tensor to = host(output), from = host(input);
-    return inner_->alltoall_base(to, from, receives, sends, options);
+    return given(inner_->alltoall_base(to, from, receives, sends, options), options.asyncOp);
   }
   WorkPtr send(Tensors& tensors, int peer, int tag) override {
     note("send", false);
@@ -153,7 +202,7 @@ class Recorder : public c10d::Backend {
     note("barrier", false);
     c10d::BarrierOptions plain;
     plain.timeout = options.timeout;
-    return inner_->barrier(plain);
+    return given(inner_->barrier(plain), options.asyncOp);
   }
   void eagerConnectSingleDevice(at::Device device) override {
     note("connect " + device.str(), false);
@@ -176,7 +225,13 @@ class Recorder : public c10d::Backend {
  private:
   static at::Tensor host(const at::Tensor& tensor) {
     TORCH_CHECK(tensor.is_cuda(), "the carrier was given a tensor on ", tensor.device());
-    return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.options().device(at::kCPU));
+    return on_host(tensor);
+  }
+  // As NCCL: a synchronous operation has no work.
+  static WorkPtr given(WorkPtr work, bool async) {
+    if (async) return work;
+    work->wait();
+    return nullptr;
   }
   static Tensors host(const Tensors& tensors) {
     Tensors views;
@@ -201,9 +256,7 @@ class Recorder : public c10d::Backend {
 PYBIND11_MODULE(pretended_device, m) {
   pybind11::module_::import("torch.distributed");
   m.def("tensor", &on_device);
-  m.def("host", [](const at::Tensor& tensor) {
-    return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.options().device(at::kCPU)).clone();
-  });
+  m.def("host", [](const at::Tensor& tensor) { return on_host(tensor).clone(); });
   m.def("lag", [](bool on) { lagging = on; });
   m.def("set_stream", [](StreamId stream) { current_stream = stream; });
   m.def("stream", [] { return current_stream; });

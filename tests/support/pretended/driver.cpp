@@ -17,6 +17,8 @@
 #include "collectives/cuda/cuda_communicator.hpp"
 #include "cuda/add.cuh"
 #include "cuda/between.cuh"
+#include "cuda/compressed_codes.cuh"
+#include "cuda/fused/embedding_rows.cuh"
 #include "cuda/fused/matmul.cuh"
 #include "cuda/fused/moe_product.cuh"
 #include "cuda/fused/moe_rows.cuh"
@@ -178,10 +180,15 @@ CUresult cuFuncGetParamInfo(CUfunction function, size_t, size_t* offset, size_t*
                {"moe_product", sizeof(device::MoeProductParams)}, {"between_move", sizeof(device::BetweenParams)},
                {"between_add", sizeof(device::BetweenParams)},    {"between_add_wide", sizeof(device::BetweenParams)},
                {"bulk_two_shot", sizeof(device::TwoShotParams)},  {"bulk_move", sizeof(device::MoveParams)},
-               {"bulk_transfer", sizeof(device::MoveParams)},     {"peer_test", sizeof(device::PeerTestParams)}};
+               {"bulk_transfer", sizeof(device::MoveParams)},     {"peer_test", sizeof(device::PeerTestParams)},
+               {"embedding_bag", sizeof(device::BagParams)},      {"send_gradient", sizeof(device::GradientParams)},
+               {"name_rows", sizeof(device::RowSumParams)},       {"sum_rows", sizeof(device::RowSumParams)},
+               {"sum_crowded_rows", sizeof(device::RowSumParams)}};
   *offset = *bytes = 0;
   for (const auto& one : known)
     if (std::strcmp(one.name, reinterpret_cast<const char*>(function)) == 0) *bytes = one.bytes;
+  if (std::strncmp(reinterpret_cast<const char*>(function), "compressed_", 11) == 0)
+    *bytes = sizeof(device::CodeParams);
   return CUDA_SUCCESS;
 }
 CUresult cuLaunchKernelEx(const CUlaunchConfig*, CUfunction function, void** params, void**) {

@@ -153,8 +153,9 @@ struct Matmul {
       uint32 row = tile.row;
       if constexpr (kMode == MatmulMode::reduce_scatter) row += static_cast<uint32>(tile.part) * p.part_rows;
       if (kMode == MatmulMode::all_gather && tile.part != p.links.rank) {
-        const uint32 flag = tile.row / kPushRows + lane();
-        if (lane() < kRows / kPushRows && flag * kPushRows < p.part_rows) exchange.await(tile.part, flag);
+        static_assert(kRows >> kPushShift <= 32, "a flag for each lane");
+        const uint32 flag = (tile.row >> p.push_shift) + lane();
+        if (flag << p.push_shift < min(tile.row + kRows, p.part_rows)) exchange.await(tile.part, flag);
         __syncwarp();
         asm volatile("fence.proxy.async.global;" ::: "memory");
         a = &p.gathered;
@@ -243,14 +244,14 @@ struct Matmul {
   // The work of two warps: this rank's rows to all peers.
   __device__ __forceinline__ void push() {
     constexpr int kAhead = 4;
-    const uint32 pieces = (p.part_rows + kPushRows - 1) / kPushRows, lines = p.depth / 8;
+    const uint32 pieces = (p.part_rows + (1u << p.push_shift) - 1) >> p.push_shift, lines = p.depth / 8;
     char* place = nullptr;
     bool met = false;
     for (uint32 piece = blockIdx.x * 2 + threadIdx.x / 32 - 2; piece < pieces; piece += gridDim.x * 2) {
       if (!met && !meet(place)) return;
       met = true;
-      const uint32 end = min((piece + 1) * kPushRows, p.part_rows);
-      for (uint32 row = piece * kPushRows; row < end; ++row) {
+      const uint32 end = min((piece + 1) << p.push_shift, p.part_rows);
+      for (uint32 row = piece << p.push_shift; row < end; ++row) {
         const char* const from = p.rows + row * p.row_bytes;
         const uint64 to = (uint64{static_cast<uint32>(p.links.rank)} * p.part_rows + row) * p.depth * 2;
         ARK_ROLLED for (uint32 line = lane(); line < lines; line += 32 * kAhead) {

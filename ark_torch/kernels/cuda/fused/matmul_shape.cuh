@@ -23,6 +23,7 @@ struct MatmulParams {
   uint64 row_bytes;          // stride of a's rows; gathered rows are contiguous
   uint64 out_bytes;          // stride of the result's rows
   uint32 part_rows;          // rows that a rank owns or sends; all_reduce: all rows
+  uint32 push_shift;         // all_gather: log2 of the rows in a group
   uint32 columns, depth;
   uint32 row_tiles, column_tiles;  // per part
   uint32 part_tiles;               // maximum
@@ -48,7 +49,8 @@ struct MatmulShape {
   ARK_HOST_DEVICE constexpr uint32 tile_bytes() const { return static_cast<uint32>(rows * columns * 2); }
 };
 
-inline constexpr uint32 kPushRows = 4;  // rows that a warp sends at a time, each group with one flag
+// log2 of the fewest rows that a warp sends at a time, as a group with one flag. More rows make larger groups.
+inline constexpr uint32 kPushShift = 2;
 
 #if defined(__CUDACC__)
 
