@@ -13,10 +13,11 @@ namespace {
 constexpr int64_t kGroupRows = 64;  // of a warp group, with 64 value columns
 constexpr int64_t kGroups = 4;
 
-// Figures of an H100 (docs/measurements.md).
+// Figures of an H200 (docs/measurements.md).
 constexpr double kStartUs = 2;
 constexpr double kAllPositionsUs = 0.6, kPositionUs = 0.0125;  // attention_groups.cuh: 64 rows
-constexpr double kBlockUs = 0.5, kBusyGroupUs = 0.125;         // attention_flash.cuh: a block of 64 positions
+constexpr double kBlockUs = 0.6, kBusyGroupUs = 0.25;          // attention_flash.cuh: a block of 64 positions
+constexpr double kScannedUs = 3e-5;                            // an element of its mask
 
 int64_t rows_of(const Graph& graph, const AttentionStage& attention) {
   const Value &q = graph.values()[attention.q], &k = graph.values()[attention.k];
@@ -44,7 +45,7 @@ AttentionKernel attention_kernel(const Graph& graph, const AttentionStage& atten
   return kernel_for(graph, attention, rows_of(graph, attention));
 }
 
-double attention_task_us(const Graph& graph, const AttentionStage& attention, int64_t rows) {
+double attention_task_us(const Graph& graph, const AttentionStage& attention, int64_t rows, double attended) {
   const Value& k = graph.values()[attention.k];
   const auto positions = static_cast<double>(k.shape[2]);
   if (kernel_for(graph, attention, rows) == AttentionKernel::groups)
@@ -53,9 +54,16 @@ double attention_task_us(const Graph& graph, const AttentionStage& attention, in
   double us = kStartUs;
   for (int64_t first = 0; first < rows; first += at_once) {
     const int64_t busy = wholes(std::min(at_once, rows - first), kGroupRows) * halves;
-    us += 1 + static_cast<double>(wholes(k.shape[2], 64)) * (kBlockUs + kBusyGroupUs * static_cast<double>(busy));
+    us += 1 + attended * static_cast<double>(wholes(k.shape[2], 64)) *
+                  (kBlockUs + kBusyGroupUs * static_cast<double>(busy));
   }
-  return us;
+  if (attention.mask < 0 || attention.causal) return us;
+  const Value& mask = graph.values()[attention.mask];
+  const bool of_heads = mask.shape[1] > 1 && mask.strides[1] != 0, of_rows = mask.shape[2] > 1 && mask.strides[2] != 0;
+  const int64_t heads = graph.values()[attention.q].shape[1] / k.shape[1];
+  const double masks = (of_rows ? static_cast<double>(rows) / static_cast<double>(heads) : 1) *
+                       (of_heads ? static_cast<double>(heads) : 1);
+  return us + kScannedUs * masks * positions;
 }
 
 }  // namespace ark::compiler

@@ -17,8 +17,8 @@ enum class AttentionKernel : uint8_t {
 // The kernel for this attention if the target has warp groups and operands are aligned.
 AttentionKernel attention_kernel(const Graph& graph, const AttentionStage& attention);
 
-// The estimated time on sm_90a of one KV head of the batch, with `rows` query rows over the heads that share it, if all
-// attend to all positions.
-double attention_task_us(const Graph& graph, const AttentionStage& attention, int64_t rows);
+// The estimated time on sm_90a of one KV head of the batch, with `rows` query rows over the heads that share it.
+// `attended`: the share of the positions that they attend to.
+double attention_task_us(const Graph& graph, const AttentionStage& attention, int64_t rows, double attended = 1);
 
 }  // namespace ark::compiler

@@ -18,7 +18,7 @@ double attention_us(const Graph& graph, const Stage& stage, const AttentionStage
   const auto scores = static_cast<double>(q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]);
   const double attended = stage.flops / (2 * scores * static_cast<double>(k.shape[3] + v.shape[3]));
   const int64_t rows = q.shape[1] / k.shape[1] * q.shape[2];
-  return attention_task_us(graph, attention, rows) * attended * heads * static_cast<double>(tiles) /
+  return attention_task_us(graph, attention, rows, attended) * heads * static_cast<double>(tiles) /
          static_cast<double>(stage.extent);
 }
 

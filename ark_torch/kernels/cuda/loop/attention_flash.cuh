@@ -40,7 +40,8 @@ class FlashAttention {
                                 : s.mask_head == 0 && kWarpRows % s.heads == 0 ? static_cast<int>(s.heads)
                                                                                : 1;
   static constexpr int kRing = kRows * kParts * kLine, kBarriers = kRing + kStages * kStage, kWords = kBarriers + 16;
-  static constexpr int kSeen = kWords + kWindow * kRows * 8, kAny = kSeen + kWindow * kWarps * 8;
+  static constexpr int kRowWords = kWindow + 1;  // of a row, and one that keeps rows in different banks
+  static constexpr int kSeen = kWords + kRows * kRowWords * 8, kAny = kSeen + kWindow * kWarps * 8;
   static constexpr int kSeeing = kAny + kWindow * 8, kEnd = kScans ? kSeeing + kWindow * 4 : kWords;
   static_assert(kColumns == kParts * 64 && kEnd <= kGroupWorkspaceBytes && kRing % 1024 == 0);
   static constexpr float kLog2E = 1.4426950408889634f, kScale = s.scale * kLog2E;
@@ -110,14 +111,12 @@ class FlashAttention {
   ARK_LOOP int row_in_pass(int r) const { return group_row() + self / 32 % 4 * 16 + lane() / 4 + r * 8; }
   ARK_LOOP int row(int r) const { return first_ + row_in_pass(r); }
 
-  static ARK_LOOP uint64* barrier(uint32 turn) {
-    return reinterpret_cast<uint64*>(workspace() + kBarriers) + turn % 2;
-  }
+  static ARK_LOOP uint64* barrier(uint32 turn) { return reinterpret_cast<uint64*>(workspace() + kBarriers) + turn % 2; }
   static ARK_LOOP uint32 in_window(int block) { return static_cast<uint32>(block) % kWindow; }
   // A bit per position of a block: whether a row attends to it; whether any row that a warp scans does; whether any
   // does. A bit per warp: whether any of the rows that it scans attends to the block.
-  static ARK_LOOP uint64* words(int block) {
-    return reinterpret_cast<uint64*>(workspace() + kWords) + in_window(block) * kRows;
+  static ARK_LOOP uint64& word(int row, int block) {
+    return reinterpret_cast<uint64*>(workspace() + kWords)[row * kRowWords + in_window(block)];
   }
   static ARK_LOOP uint64* seen(int block) {
     return reinterpret_cast<uint64*>(workspace() + kSeen) + in_window(block) * kWarps;
@@ -134,7 +133,8 @@ class FlashAttention {
     return block;
   }
 
-  // Tells the others that this warp is done with the block before, and that its copies are there but for the last kLeft.
+  // Tells the others that this warp is done with the block before, and that its copies are there but for the last
+  // kLeft.
   template <int kLeft>
   ARK_LOOP void arrive() {
     wait_copies<kLeft>();
@@ -196,57 +196,80 @@ class FlashAttention {
     }
   }
 
-  // Fills words(), seen() and any() for blocks [first, past). Eight lanes read a row's positions of a block, several
-  // blocks at a time, so that enough loads are in flight.
+  // Fills the bits of blocks [first, past). A lane has a block; so a warp reads whole lines of a row.
   ARK_LOOP void scan(const M* mask, int first, int past, int limit) const {
-    constexpr int kAtOnce = 4;
-    const int mine = self / 32 * kWarpRows, part = lane() % 8;
-    ARK_ROLLED for (int block = first; block < past; block += kAtOnce) {
-      uint32 all[kAtOnce] = {};
-      ARK_ROLLED for (int r = lane() / 8 * kAlike; r < kWarpRows; r += 4 * kAlike) {
-        uint32 bits[kAtOnce];
-        ARK_UNROLL for (int i = 0; i < kAtOnce; ++i) bits[i] =
-            eight(mask, first_ + mine + r, (block + i) * kBlock + part * 8, limit);
-        ARK_UNROLL for (int i = 0; i < kAtOnce; ++i) {
-          all[i] |= bits[i];
-          if (block + i < past)
-            ARK_UNROLL for (int a = 0; a < kAlike; ++a) reinterpret_cast<uint8*>(words(block + i) + mine + r +
-                                                                                 a)[part] = static_cast<uint8>(bits[i]);
-        }
+    constexpr int kAtOnce = 32 / kWindow, kStep = kAtOnce * kAlike;  // rows
+    constexpr bool kLines =
+        s.mask_column == 1 && !s.causal && s.mask_row * sizeof(M) % 16 == 0 && s.mask_head * sizeof(M) % 16 == 0;
+    const int mine = self / 32 * kWarpRows, block = first + lane() % kWindow;
+    uint64 all = 0;
+    const auto keep = [&](int r, uint64 bits) {
+      all |= bits;
+      ARK_UNROLL for (int a = 0; a < kAlike; ++a) word(mine + r + a, block) = bits;
+    };
+    if (kLines && is_aligned(mask, 16) && past * kBlock <= limit) {
+      constexpr int kChunks = kBlock * sizeof(M) / 16, kTogether = kWarpRows / kStep >= 2 && kChunks <= 4 ? 2 : 1;
+      ARK_ROLLED for (int r = lane() / kWindow * kAlike; r < kWarpRows; r += kStep * kTogether) {
+        uint64 bits[kTogether];
+        bits_by_chunks<kTogether, kChunks>(bits, mask, first_ + mine + r, kStep, block < past ? block : first);
+        ARK_UNROLL for (int i = 0; i < kTogether; ++i)
+            keep(r + i * kStep, first_ + mine + r + i * kStep < end_ && block < past ? bits[i] : 0);
       }
-      sync_warp();
-      ARK_UNROLL for (int i = 0; i < kAtOnce; ++i) {
-        all[i] |= shuffle_xor(all[i], 8);
-        all[i] |= shuffle_xor(all[i], 16);
-        if (lane() < 8 && block + i < past)
-          reinterpret_cast<uint8*>(seen(block + i) + self / 32)[part] = static_cast<uint8>(all[i]);
+    } else {
+      ARK_ROLLED for (int r = lane() / kWindow * kAlike; r < kWarpRows; r += kStep) {
+        const int row = first_ + mine + r, position = block * kBlock;
+        const AttentionRow from(s, row);
+        uint64 bits = 0;
+        ARK_ROLLED for (int i = 0; row < end_ && i < least(kBlock, limit - position); ++i) bits |=
+            static_cast<uint64>(bias_of(s, mask, from, position + i) != -kInfinity) << i;
+        keep(r, bits);
       }
     }
+    if constexpr (kAtOnce == 2) all |= static_cast<uint64>(shuffle_xor(static_cast<int64_t>(all), 16));
+    if (block < past) seen(block)[self / 32] = all;
     sync();
-    ARK_ROLLED for (int block = first + self / 32; block < past; block += kWarps) {
-      const uint64 one = lane() < kWarps ? seen(block)[lane()] : 0;
+    ARK_ROLLED for (int other = first + self / 32; other < past; other += kWarps) {
+      const uint64 one = lane() < kWarps ? seen(other)[lane()] : 0;
       const uint32 low = __reduce_or_sync(~0u, static_cast<uint32>(one)),
                    high = __reduce_or_sync(~0u, static_cast<uint32>(one >> 32));
       const uint32 by = ballot(one != 0);
-      if (lane() == 0) any(block) = static_cast<uint64>(high) << 32 | low, seeing(block) = by;
+      if (lane() == 0) any(other) = static_cast<uint64>(high) << 32 | low, seeing(other) = by;
     }
     sync();
   }
-  // A bit for each of eight positions that the row attends to.
-  ARK_LOOP uint32 eight(const M* mask, int row, int position, int limit) const {
-    if (row >= end_ || position >= limit) return 0;
-    const AttentionRow from(s, row);
-    if constexpr (kSame<M, bool> && s.mask_column == 1 && !s.causal) {
-      const M* const at = mask + from.g * s.mask_head + from.t * s.mask_row + position;
-      if (position + 8 <= limit && is_aligned(at, 8)) {
-        const auto bytes = *reinterpret_cast<const uint64*>(at);  // each 0 or 1
-        return static_cast<uint32>(bytes * 0x0102040810204080ull >> 56);
+  // For kCount rows, `step` apart, a bit for each position of a block that the row attends to.
+  template <int kCount, int kChunks>
+  ARK_LOOP void bits_by_chunks(uint64 (&bits)[kCount], const M* mask, int row, int step, int block) const {
+    constexpr int kPer = 16 / sizeof(M), kBatch = least(kChunks, 8);
+    ARK_UNROLL for (int i = 0; i < kCount; ++i) bits[i] = 0;
+    ARK_ROLLED for (int c = 0; c < kChunks; c += kBatch) {
+      Chunk chunks[kCount][kBatch];
+      ARK_UNROLL for (int i = 0; i < kCount; ++i) {
+        const AttentionRow from(s, least(row + i * step, end_ - 1));
+        const auto* const at =
+            reinterpret_cast<const Chunk*>(mask + from.g * s.mask_head + from.t * s.mask_row + block * kBlock);
+        ARK_UNROLL for (int n = 0; n < kBatch; ++n) chunks[i][n] = at[c + n];
+      }
+      ARK_UNROLL for (int i = 0; i < kCount; ++i) {
+        uint64 there = 0;
+        ARK_UNROLL for (int n = 0; n < kBatch; ++n) there |= static_cast<uint64>(attended(chunks[i][n])) << n * kPer;
+        bits[i] |= there << c * kPer;
       }
     }
-    uint32 bits = 0;
-    ARK_UNROLL for (int i = 0; i < 8; ++i) if (position + i < limit &&
-                                               bias_of(s, mask, from, position + i) != -kInfinity) bits |= 1u << i;
-    return bits;
+  }
+  // A bit for each element of a mask that is not excluded.
+  static ARK_LOOP uint32 attended(const Chunk& chunk) {
+    if constexpr (kSame<M, bool>) {  // bytes that are 0 or 1
+      const auto eight = [](uint32 low, uint32 high) {
+        return static_cast<uint32>((static_cast<uint64>(high) << 32 | low) * 0x0102040810204080ull >> 56);
+      };
+      return eight(chunk.words[0], chunk.words[1]) | eight(chunk.words[2], chunk.words[3]) << 8;
+    } else {
+      uint32 bits = 0;
+      ARK_UNROLL for (int e = 0; e < static_cast<int>(16 / sizeof(M)); ++e) bits |=
+          static_cast<uint32>(chunk_element<M>(chunk, e) != -kInfinity) << e;
+      return bits;
+    }
   }
   // Whether any row of this group attends to the block.
   ARK_LOOP bool sees(int block) const {
@@ -322,7 +345,7 @@ class FlashAttention {
     if constexpr (kScalesFirst)
       ARK_UNROLL for (int n = 0; n < kTiles; ++n) ARK_UNROLL for (int e = 0; e < 4; ++e) scores[n][e] *= kScale;
     if constexpr (kScans) {
-      const uint64 rows[2] = {words(block)[row_in_pass(0)], words(block)[row_in_pass(1)]};
+      const uint64 rows[2] = {word(row_in_pass(0), block), word(row_in_pass(1), block)};
       if (!kIsFloat<M> && ballot((rows[0] & rows[1]) != ~uint64{0}) == 0) return;
       ARK_UNROLL for (int r = 0; r < 2; ++r) {
         const uint64 word = rows[r] >> lane() % 4 * 2;
