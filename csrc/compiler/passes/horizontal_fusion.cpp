@@ -12,7 +12,7 @@ namespace ark::compiler {
 
 namespace {
 
-constexpr int64_t kMostMergedRows = 8;  // with more, registers run out for the addresses of several products
+constexpr int64_t kMostMergedRows = 16;  // with more, registers run out for the addresses of several products
 constexpr size_t kMostMerged = 4;
 
 const MatmulStage* mergeable(const Graph& graph, const Stage& stage) {
