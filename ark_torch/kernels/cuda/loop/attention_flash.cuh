@@ -42,7 +42,8 @@ class FlashAttention {
   static constexpr int kRing = kRows * kParts * kLine, kBarriers = kRing + kStages * kStage, kWords = kBarriers + 16;
   static constexpr int kRowWords = kWindow + 1;  // of a row, and one that keeps rows in different banks
   static constexpr int kSeen = kWords + kRows * kRowWords * 8, kAny = kSeen + kWindow * kWarps * 8;
-  static constexpr int kSeeing = kAny + kWindow * 8, kEnd = kScans ? kSeeing + kWindow * 4 : kWords;
+  static constexpr int kSeeing = kAny + kWindow * 8, kUnmasked = kSeeing + kWindow * 4,
+                       kEnd = kScans ? kUnmasked + kWindow * 4 : kWords;
   static_assert(kColumns == kParts * 64 && kEnd <= kGroupWorkspaceBytes && kRing % 1024 == 0);
   static constexpr float kLog2E = 1.4426950408889634f, kScale = s.scale * kLog2E;
   // A score's factor is applied before the mask, where the mask has numbers, or with the exponentiation.
@@ -125,6 +126,10 @@ class FlashAttention {
   static ARK_LOOP uint32& seeing(int block) {
     return reinterpret_cast<uint32*>(workspace() + kSeeing)[in_window(block)];
   }
+  // A bit per warp: whether the mask leaves all scores of the rows that it scans as they are.
+  static ARK_LOOP uint32& unmasked(int block) {
+    return reinterpret_cast<uint32*>(workspace() + kUnmasked)[in_window(block)];
+  }
   // The next block of which anything is attended to.
   static ARK_LOOP int following(int block, int past) {
     ++block;
@@ -203,31 +208,43 @@ class FlashAttention {
         s.mask_column == 1 && !s.causal && s.mask_row * sizeof(M) % 16 == 0 && s.mask_head * sizeof(M) % 16 == 0;
     const int mine = self / 32 * kWarpRows, block = first + lane() % kWindow;
     uint64 all = 0;
-    const auto keep = [&](int r, uint64 bits) {
+    bool unmasked_rows = true;
+    const auto keep = [&](int r, uint64 bits, bool zeros) {
       all |= bits;
+      unmasked_rows = unmasked_rows && (first_ + mine + r >= end_ || (zeros && bits == ~uint64{0}));
       ARK_UNROLL for (int a = 0; a < kAlike; ++a) word(mine + r + a, block) = bits;
     };
     if (kLines && is_aligned(mask, 16) && past * kBlock <= limit) {
       constexpr int kChunks = kBlock * sizeof(M) / 16, kTogether = kWarpRows / kStep >= 2 && kChunks <= 4 ? 2 : 1;
       ARK_ROLLED for (int r = lane() / kWindow * kAlike; r < kWarpRows; r += kStep * kTogether) {
         uint64 bits[kTogether];
-        bits_by_chunks<kTogether, kChunks>(bits, mask, first_ + mine + r, kStep, block < past ? block : first);
+        bool zeros[kTogether];
+        bits_by_chunks<kTogether, kChunks>(bits, zeros, mask, first_ + mine + r, kStep, block < past ? block : first);
         ARK_UNROLL for (int i = 0; i < kTogether; ++i)
-            keep(r + i * kStep, first_ + mine + r + i * kStep < end_ && block < past ? bits[i] : 0);
+            keep(r + i * kStep, first_ + mine + r + i * kStep < end_ && block < past ? bits[i] : 0, zeros[i]);
       }
     } else {
       ARK_ROLLED for (int r = lane() / kWindow * kAlike; r < kWarpRows; r += kStep) {
         const int row = first_ + mine + r, position = block * kBlock;
         const AttentionRow from(s, row);
         uint64 bits = 0;
-        ARK_ROLLED for (int i = 0; row < end_ && i < least(kBlock, limit - position); ++i) bits |=
-            static_cast<uint64>(bias_of(s, mask, from, position + i) != -kInfinity) << i;
-        keep(r, bits);
+        bool zeros = true;
+        ARK_ROLLED for (int i = 0; row < end_ && i < least(kBlock, limit - position); ++i) {
+          const float bias = bias_of(s, mask, from, position + i);
+          bits |= static_cast<uint64>(bias != -kInfinity) << i;
+          zeros = zeros && bias == 0;
+        }
+        keep(r, bits, zeros);
       }
     }
     if constexpr (kAtOnce == 2) all |= static_cast<uint64>(shuffle_xor(static_cast<int64_t>(all), 16));
+    constexpr uint32 kLanes = kAtOnce == 2 ? 0x10001 : 1;  // of a block
+    const uint32 lanes = kLanes << lane() % kWindow;
+    const bool all_unmasked = (ballot(unmasked_rows) & lanes) == lanes;
+    if (self < kWindow) unmasked(first + self) = ~0u;
     if (block < past) seen(block)[self / 32] = all;
     sync();
+    if (lane() < kWindow && !all_unmasked) atomicAnd(&unmasked(block), ~(1u << self / 32));
     ARK_ROLLED for (int other = first + self / 32; other < past; other += kWarps) {
       const uint64 one = lane() < kWarps ? seen(other)[lane()] : 0;
       const uint32 low = __reduce_or_sync(~0u, static_cast<uint32>(one)),
@@ -239,9 +256,10 @@ class FlashAttention {
   }
   // For kCount rows, `step` apart, a bit for each position of a block that the row attends to.
   template <int kCount, int kChunks>
-  ARK_LOOP void bits_by_chunks(uint64 (&bits)[kCount], const M* mask, int row, int step, int block) const {
+  ARK_LOOP void bits_by_chunks(uint64 (&bits)[kCount], bool (&zeros)[kCount], const M* mask, int row, int step,
+                               int block) const {
     constexpr int kPer = 16 / sizeof(M), kBatch = least(kChunks, 8);
-    ARK_UNROLL for (int i = 0; i < kCount; ++i) bits[i] = 0;
+    ARK_UNROLL for (int i = 0; i < kCount; ++i) bits[i] = 0, zeros[i] = true;
     ARK_ROLLED for (int c = 0; c < kChunks; c += kBatch) {
       Chunk chunks[kCount][kBatch];
       ARK_UNROLL for (int i = 0; i < kCount; ++i) {
@@ -254,6 +272,9 @@ class FlashAttention {
         uint64 there = 0;
         ARK_UNROLL for (int n = 0; n < kBatch; ++n) there |= static_cast<uint64>(attended(chunks[i][n])) << n * kPer;
         bits[i] |= there << c * kPer;
+        if constexpr (!kSame<M, bool>)
+          ARK_UNROLL for (int n = 0; n < kBatch; ++n) ARK_UNROLL for (int w = 0; w < 4; ++w) zeros[i] =
+              zeros[i] && chunks[i][n].words[w] == 0;
       }
     }
   }
@@ -345,8 +366,10 @@ class FlashAttention {
     if constexpr (kScalesFirst)
       ARK_UNROLL for (int n = 0; n < kTiles; ++n) ARK_UNROLL for (int e = 0; e < 4; ++e) scores[n][e] *= kScale;
     if constexpr (kScans) {
+      constexpr uint32 kScanners = (1u << 16 / kWarpRows) - 1;  // of a warp's rows
+      const int scanner = (group_row() + self / 32 % 4 * 16) / kWarpRows;
+      if ((unmasked(block) >> scanner & kScanners) == kScanners) return;
       const uint64 rows[2] = {word(row_in_pass(0), block), word(row_in_pass(1), block)};
-      if (!kIsFloat<M> && ballot((rows[0] & rows[1]) != ~uint64{0}) == 0) return;
       ARK_UNROLL for (int r = 0; r < 2; ++r) {
         const uint64 word = rows[r] >> lane() % 4 * 2;
         const uint32 bits[2] = {static_cast<uint32>(word), static_cast<uint32>(word >> 32)};
