@@ -39,6 +39,12 @@ struct RawPiece {
     }
   }
 
+  // Sets an element of 16 bits to a number that T has. An even one clears the next.
+  ARK_LOOP void set(int i, float x) {
+    const auto bits = static_cast<uint32>(narrow(x, T{}).bits);
+    word(i / 2) = i % 2 == 0 ? bits : word(i / 2) | bits << 16;
+  }
+
   template <bool kAligned, class Element>
   ARK_LOOP void load(const Element* from) {
     if constexpr (kAligned) {
@@ -50,17 +56,30 @@ struct RawPiece {
         const auto one = load_bytes<Together<uint32, kWords>>(from + i);
         ARK_UNROLL for (int w = 0; w < kWords; ++w) word(i * kWords + w) = one.at[w];
       }
-    } else {
-      constexpr int kPerWord = 4 / sizeof(T), kBits = 32 / kPerWord;
-      ARK_UNROLL for (int i = 0; i < kPiece; ++i) {
-        const uint32 one = sizeof(T) == 2 ? load_bytes<uint16_t>(from + i) : load_bytes<uint8_t>(from + i);
-        word(i / kPerWord) = i % kPerWord == 0 ? one : word(i / kPerWord) | one << i % kPerWord * kBits;
+    } else {  // the words around them, shifted
+      constexpr int kPerWord = 4 / sizeof(T), kWords = kPiece / kPerWord;
+      asm volatile("" : "+l"(from));  // no register keeps an address across rows
+      const auto before = static_cast<uint32>(bits_as<uint64>(from) & 3);
+      const Element* const words = from - before / static_cast<uint32>(sizeof(T));
+      uint32 low = load_bytes<uint32>(words);
+      ARK_UNROLL for (int i = 0; i < kWords; ++i) {
+        uint32 high = low;  // a word without an element is not read
+        if (i + 1 < kWords || before != 0) high = load_bytes<uint32>(words + (i + 1) * kPerWord);
+        word(i) = __funnelshift_r(low, high, before * 8);
+        low = high;
       }
     }
   }
 };
 
-// The same of split results: an element is the in-order sum of kParts.
+// Makes a row's next pass widen its elements anew: otherwise the compiler would keep all of them in registers.
+template <class T, int kPiece, int kTurns>
+ARK_LOOP void widen_anew(RawPiece<T, kPiece> (&pieces)[kTurns]) {
+  ARK_UNROLL for (int turn = 0; turn < kTurns; ++turn)
+      ARK_UNROLL for (int i = 0; i < RawPiece<T, kPiece>::kBytes / 4; ++i) asm volatile("" : "+r"(pieces[turn].word(i)));
+}
+
+// Pieces of split results: an element is the in-order sum of kParts.
 template <int kPiece, int kParts>
 struct RawPieceOfParts {
   RawPiece<float, kPiece> parts[kParts];

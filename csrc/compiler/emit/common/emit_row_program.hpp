@@ -91,6 +91,9 @@ class RowEmitter {
   void open_turn();
   std::string aligned_piece(const Instruction& one);
   std::string kept_in_piece(int i) const;
+  bool is_raw(const Instruction& one) const;
+  bool packed(int i) const;
+  std::set<int> keep_packed(int when, const Registers& need) const;
   Instruction unrounded_if_stored(int i) const;
 
   FunctionWriter& to_;

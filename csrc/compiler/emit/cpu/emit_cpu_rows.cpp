@@ -206,7 +206,9 @@ void RowEmitter::column_instruction(int i, const std::set<int>& keep) {
     case Kind::literal: break;
   }
   if (keep.count(i) == 0) return;
-  if (to_.cuda())
+  if (packed(i))
+    to_.line("k{}[turn].set(at, {});", i, RowExpressions::name(i));
+  else if (to_.cuda())
     to_.line("{} = {};", kept_turn(i), RowExpressions::name(i));
   else
     to_.line("store({}, {}, lanes);", kept(i), RowExpressions::name(i));

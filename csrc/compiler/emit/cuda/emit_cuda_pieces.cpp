@@ -15,7 +15,8 @@ namespace ark::compiler {
 
 namespace {
 
-constexpr int64_t kMostRegisters = 48;      // of a thread's 128, for what is loaded or kept
+constexpr int64_t kMostRegisters = 56;      // of a thread's 128, for what is loaded or kept
+constexpr int64_t kUtmostRegisters = 72;    // the same, where a row would otherwise take all of a block
 constexpr int64_t kMostColumns = 64;        // of a row per thread
 constexpr int64_t kFewColumns = 16;         // the same, if a warp takes no longer for them than several warps do
 constexpr int64_t kSeveralRows = 256;       // in most tiles
@@ -70,6 +71,7 @@ bool RowEmitter::choose_pieces() {
 int64_t RowEmitter::registers_of(int i) const {
   const Instruction& one = at(i);
   const int64_t wide = one.type == ScalarType::i64 ? 2 : 1;
+  if (packed(i)) return piece_ / 2;
   if (one.kind != Kind::load) return piece_ * wide;
   if (step(one) == 0) return wide;
   return (piece_ * one.parts.count * static_cast<int64_t>(size_of(to_.value(one.value).type)) + 3) / 4;
@@ -91,11 +93,13 @@ bool RowEmitter::choose_group() {
   const int64_t pieces = nest_.columns() / piece_, registers = registers_of_first_loads();
   struct Group {
     const char* name;
-    int64_t threads;
+    int64_t threads, registers;
   };
-  for (const auto& [name, threads] : {Group{"Warp", 32}, Group{"Warps2", 64}, Group{"Warps4", 128}, Group{"Block", 512}}) {
+  for (const auto& [name, threads, most] :
+       {Group{"Warp", 32, kMostRegisters}, Group{"Warps2", 64, kMostRegisters}, Group{"Warps4", 128, kMostRegisters},
+        Group{"Warps4", 128, kUtmostRegisters}, Group{"Block", 512, kUtmostRegisters}}) {
     const int64_t turns = (pieces + threads - 1) / threads;
-    if (turns * piece_ > kMostColumns || turns * registers > kMostRegisters) continue;
+    if (turns * piece_ > kMostColumns || turns * registers > most) continue;
     if (threads == 32 && turns * piece_ > kFewColumns && nest_.rows() < kRowsForWarps) continue;
     group_ = name;
     turns_ = static_cast<int>(turns);
@@ -168,6 +172,34 @@ void RowEmitter::open_turn() {
   nest_.take_apart("column", true, nest_.has_numbers() ? 1 : piece_);
 }
 
+// Whether a load's pieces stay as loaded.
+bool RowEmitter::is_raw(const Instruction& one) const {
+  return step(one) == 1 && one.parts.count == 1 && size_of(to_.value(one.value).type) < 4;
+}
+
+// Whether a pass keeps register i for later ones as loads are kept.
+bool RowEmitter::packed(int i) const {
+  const Instruction& one = at(i);
+  return piece_ > 0 && one.kind == Kind::op && (one.type == ScalarType::bf16 || one.type == ScalarType::f16);
+}
+
+// The packed registers of this pass with which later passes begin: they need neither the loads nor the operators before.
+std::set<int> RowEmitter::keep_packed(int when, const Registers& need) const {
+  std::set<int> keep;
+  for (int later = when + 1; later <= last_level_; ++later) {
+    bool any = false;
+    const Registers again = needed(later, any);
+    for (int user = 0; any && user < count(); ++user) {
+      const bool begins = again[static_cast<size_t>(user)] && has_registers(at(user)) && kept_.count(user) == 0 &&
+                          !(at(user).kind == Kind::op && need[static_cast<size_t>(user)]);
+      if (!begins) continue;
+      for (const int arg : at(user).args)
+        if (need[static_cast<size_t>(arg)] && packed(arg) && kept_.count(arg) == 0) keep.insert(arg);
+    }
+  }
+  return keep;
+}
+
 // Declares the loads' arrays, by turn, and writes the loads of one turn after `open`.
 void RowEmitter::load_pieces(const std::set<int>& loads, const std::string& open) {
   for (const int i : loads) {
@@ -206,15 +238,26 @@ void RowEmitter::columns_in_pieces(int when) {
       to_.close("});");
     }
     kept_.insert(loads.begin(), loads.end());
+  } else {
+    for (const int i : kept_)
+      if (need[static_cast<size_t>(i)] && (packed(i) || (at(i).kind == Kind::load && is_raw(at(i)))))
+        to_.line("widen_anew(k{});", i);
   }
   std::set<int> ahead, keep;  // loads of this pass alone; what a later one needs again
   int64_t left = kMostRegisters;
   for (const int i : kept_) left -= turns_ * registers_of(i);
+  keep = keep_packed(when, need);
+  for (const int i : keep) left -= turns_ * registers_of(i);
   for (const int i : worth_keeping(when, need))
-    if (at(i).kind != Kind::load && (left -= turns_ * registers_of(i)) >= 0) keep.insert(i);
+    if (at(i).kind != Kind::load && keep.count(i) == 0 && (left -= turns_ * registers_of(i)) >= 0) keep.insert(i);
   for (int i = 0; i < count(); ++i)
     if (need[static_cast<size_t>(i)] && at(i).kind == Kind::load && !number(i) && kept_.count(i) == 0) ahead.insert(i);
-  for (const int i : keep) to_.line("{} k{}[{}][{}] = {{}};", lanes_of(at(i).type), i, turns_, piece_);
+  for (const int i : keep) {
+    if (packed(i))
+      to_.line("RawPiece<{}, {}> k{}[{}] = {{}};", cpp_type(at(i).type), piece_, i, turns_);
+    else
+      to_.line("{} k{}[{}][{}] = {{}};", lanes_of(at(i).type), i, turns_, piece_);
+  }
   for (int i = 0; i < count(); ++i)
     if (need[static_cast<size_t>(i)] && at(i).kind == Kind::reduce) accumulator(i);
   const std::string body = "[&]([[maybe_unused]] int64_t column, [[maybe_unused]] int turn)";
