@@ -12,6 +12,24 @@
 
 namespace ark::loop {
 
+// Units of 16 bytes, kTurns of a thread in flight together. place(unit, to_at, from_at) computes a unit's offsets and
+// returns false if there is none. A thread without a unit loads the last one, so that no branch separates the loads.
+template <int kTurns, class To, class From, class Place>
+ARK_LOOP void copy_units(To* to, const From* from, uint32 count, Place place) {
+  ARK_ROLLED for (int64_t first = thread(); first < count; first += kTurns * kThreads) {
+    int64_t to_at[kTurns], from_at[kTurns];
+    uint4 units[kTurns];
+    ARK_UNROLL for (int turn = 0; turn < kTurns; ++turn) {
+      const int64_t unit = least<int64_t>(first + turn * kThreads, count - 1);
+      if (!place(static_cast<uint32>(unit), to_at[turn], from_at[turn])) return;
+    }
+    ARK_UNROLL for (int turn = 0; turn < kTurns; ++turn) units[turn] = load_bytes<uint4>(from + from_at[turn]);
+    ARK_UNROLL for (int turn = 0; turn < kTurns; ++turn) {
+      if (first + turn * kThreads < count) store_whole(to + to_at[turn], units[turn]);
+    }
+  }
+}
+
 // `runs` runs of `length` elements with strides kTo and kFrom. place(run, to_at, from_at) computes a run's offsets and
 // returns false if there is none. kAligned: runs are contiguous, and 16-byte aligned if the first one is.
 template <int64_t kTo, int64_t kFrom, bool kAligned, class To, class From, class Place>
@@ -21,12 +39,17 @@ ARK_LOOP void copy_runs(To* to, const From* from, uint32 runs, uint32 length, Pl
   constexpr uint32 kWide = 16 / sizeof(T);
   if (kAligned && length % kWide == 0 && ((bits_as<uint64>(to) | bits_as<uint64>(from)) & 15) == 0) {
     const uint32 units = length / kWide;
-    ARK_ROLLED for (int64_t i = thread(); i < runs * units; i += kThreads) {
-      const uint32 unit = static_cast<uint32>(i), run = unit / units, column = (unit - run * units) * kWide;
-      int64_t to_at = 0, from_at = 0;
-      if (!place(run, to_at, from_at)) return;
-      store_bytes(to + to_at + column, load_bytes<uint4>(from + from_at + column));
-    }
+    const auto place_unit = [&](uint32 unit, int64_t& to_at, int64_t& from_at) {
+      const uint32 run = unit / units, column = (unit - run * units) * kWide;
+      if (!place(run, to_at, from_at)) return false;
+      to_at += column;
+      from_at += column;
+      return true;
+    };
+    if (runs * units <= kThreads)
+      copy_units<1>(to, from, runs * units, place_unit);
+    else
+      copy_units<8>(to, from, runs * units, place_unit);
     return;
   }
   ARK_ROLLED for (int64_t i = thread(); i < runs * length; i += kThreads) {
@@ -41,7 +64,9 @@ ARK_LOOP void copy_runs(To* to, const From* from, uint32 runs, uint32 length, Pl
 template <class Index>
 ARK_LOOP bool growing(int64_t count, Index index) {
   bool grows = true;
-  for_elements(count - 1, [&](int64_t i) { grows = grows && index(i) < index(i + 1); });
+  for_blocks<4>(count - 1, [&](int64_t first, int64_t past) {
+    for_turns<4>(first, past, [&](int64_t i, int) { grows = grows & (index(i) < index(i + 1)); });
+  });
   return Block::all(grows, [](bool a, bool b) { return a && b; });
 }
 

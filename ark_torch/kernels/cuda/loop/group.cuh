@@ -141,9 +141,10 @@ struct Block {
   }
 };
 
-// Columns over four warps; rows over such groups of a block.
-struct Warps4 {
-  static constexpr int kSize = 128, kGroups = kThreads / kSize;
+// Columns over several warps; rows over such groups of a block.
+template <int kCount>
+struct Warps {
+  static constexpr int kSize = kCount * 32, kGroups = kThreads / kSize;
   static ARK_LOOP int rank() { return thread() % kSize; }
   static ARK_LOOP int group() { return thread() / kSize; }
 
@@ -151,9 +152,9 @@ struct Warps4 {
   static ARK_LOOP V all(V x, Combine combine) {
     __shared__ V parts[kWarps];
     x = Warp::all(x, combine);
-    sync_four();  // the previous use has ended
+    sync_warps();  // the previous use has ended
     if (lane() == 0) parts[warp()] = x;
-    sync_four();
+    sync_warps();
     const V* const own = parts + group() * (kSize / 32);
     V result = own[0];
     ARK_UNROLL for (int i = 1; i < kSize / 32; ++i) result = combine(result, own[i]);
@@ -161,11 +162,14 @@ struct Warps4 {
   }
 
  private:
-  static ARK_LOOP void sync_four() {
+  static ARK_LOOP void sync_warps() {
     asm volatile("bar.sync %0, %1;" ::"r"(kFirstBarrier + group()), "n"(kSize) : "memory");
   }
-  static constexpr int kFirstBarrier = 8;  // four barriers that nothing else uses
+  static constexpr int kFirstBarrier = 8;  // eight barriers that nothing else uses
+  static_assert(kGroups <= 8);
 };
+using Warps2 = Warps<2>;
+using Warps4 = Warps<4>;
 
 // Elements 0 .. count, one thread each, starting with thread kFirst.
 template <int kFirst = 0, class Body>

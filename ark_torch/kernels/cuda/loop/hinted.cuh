@@ -140,6 +140,25 @@ template <class T, class Element, Cache kCache>
 ARK_LOOP void store_bytes(Hinted<Element, kCache>* to, const T& x) {
   store_hinted<kCache>(to, x);
 }
+// The same of up to 16 bytes, always in one instruction: NVRTC splits a store into words if it cannot prove that their
+// addresses are consecutive.
+template <class T, class Element>
+ARK_LOOP void store_whole(Element* to, const T& x) {
+  if constexpr (sizeof(T) == 16) {
+    if (__isGlobal(to)) {
+      const auto all = __builtin_bit_cast(Together<uint32, 4>, x);
+      asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(all.at[0]), "r"(all.at[1]), "r"(all.at[2]),
+                   "r"(all.at[3])
+                   : "memory");
+      return;
+    }
+  }
+  store_bytes(to, x);
+}
+template <class T, class Element, Cache kCache>
+ARK_LOOP void store_whole(Hinted<Element, kCache>* to, const T& x) {
+  store_bytes(to, x);
+}
 
 // The type of an element, without the hint.
 template <class T>

@@ -8,6 +8,7 @@
 
 #include "cuda/loop/group.cuh"
 #include "cuda/loop/ops.cuh"
+#include "cuda/loop/pieces.cuh"
 #include "cuda/loop/runs.cuh"
 
 namespace ark::loop {

@@ -1,7 +1,8 @@
 // Generates the code of a row program, for both targets.
 //
 // emit_row_levels.cpp computes levels and what each pass over a row needs. emit_cpu_rows.cpp has the code that both
-// targets share and the CPU's. emit_cuda_rows.cpp distributes rows over a GPU's threads.
+// targets share and the CPU's. emit_cuda_rows.cpp distributes rows over a GPU's threads, and emit_cuda_pieces.cpp
+// those of large programs.
 #pragma once
 
 #include <map>
@@ -57,7 +58,7 @@ class RowEmitter {
   void column_instruction(int i, const std::set<int>& keep);
   int64_t step(const Instruction& one) const { return RowNest::stride(one, nest_.vector()); }
   const char* form(const Instruction& one) const { return step(one) == 1 ? "" : "_strided"; }
-  std::string kept_turn(int i) const { return formatted("k{}[turn]", i); }
+  std::string kept_turn(int i) const { return piece_ > 0 ? kept_in_piece(i) : formatted("k{}[turn]", i); }
   std::string kept(int i) const { return formatted("k{} + {}", i, nest_.kept_place()); }
 
   // emit_cuda_rows.cpp.
@@ -75,6 +76,26 @@ class RowEmitter {
   void pass_of_threads(const Registers& need, const std::set<int>& keep);
   Registers poll_together(const Registers& need, const std::set<int>& keep);
 
+  // emit_cuda_pieces.cpp.
+  bool choose_pieces();
+  bool of_columns(int i) const;
+  bool fits_pieces(const Instruction& one) const;
+  int64_t registers_of(int i) const;
+  int64_t registers_of_first_loads() const;
+  bool choose_group();
+  void choose_turns();
+  void open_pieces();
+  void columns_in_pieces(int when);
+  std::set<int> loads_kept(int when) const;
+  void load_pieces(const std::set<int>& loads, const std::string& open);
+  void open_turn();
+  std::string aligned_piece(const Instruction& one);
+  std::string kept_in_piece(int i) const;
+  bool is_raw(const Instruction& one) const;
+  bool packed(int i) const;
+  std::set<int> keep_packed(int when, const Registers& need) const;
+  Instruction unrounded_if_stored(int i) const;
+
   FunctionWriter& to_;
   const std::vector<Instruction>& code_;
   RowNest nest_;
@@ -86,6 +107,9 @@ class RowEmitter {
   int last_level_ = 0;
   int turns_ = 0;         // of a GPU: columns per thread, if they are few
   bool in_runs_ = false;  // and contiguous
+  int piece_ = 0;         // contiguous columns of a large program that a thread takes at once; 0: not in pieces
+  const char* group_ = "";  // the threads of a row, for programs in pieces
+  std::set<int> declared_;  // loads whose pieces have a name already
   bool seldom_ = false;   // in a rarely taken branch that should use few registers
   std::set<int> kept_;
   std::map<int, std::string> polled_;  // loads of this pass that have arrived already

@@ -177,7 +177,19 @@ std::string RowNest::count(bool columns) const {
   return whole == 1 ? tiled : formatted("{} * {}", tiled, whole);
 }
 
-void RowNest::take_apart(const std::string& index, bool columns) {
+int64_t RowNest::columns_of_tiles() const {
+  const RowLoop& loop = vector();
+  return loop.tiled ? loop.size / program_.shape[static_cast<size_t>(loop.dims.front())] : loop.size;
+}
+
+std::vector<int64_t> RowNest::strides_between_lines(const Instruction& one) const {
+  std::vector<int64_t> strides;
+  for (const RowLoop& loop : loops_)
+    if (&loop != &vector() && loop.size > 1) strides.push_back(stride(one, loop));
+  return strides;
+}
+
+void RowNest::take_apart(const std::string& index, bool columns, int64_t piece) {
   std::vector<const RowLoop*> order = fastest_first(columns);
   int64_t most = 1;
   for (const RowLoop* loop : order) most *= loop->size;
@@ -189,9 +201,12 @@ void RowNest::take_apart(const std::string& index, bool columns) {
              small ? formatted("static_cast<uint32_t>({})", index) : index);
   for (size_t i = 0; i < order.size(); ++i) {
     const RowLoop& loop = *order[i];
-    const std::string size = (loop.tiled && small ? "static_cast<uint32_t>" : "") + length_of(loop);
+    const bool in_pieces = piece > 1 && &loop == &vector();
+    std::string size = (loop.tiled && small ? "static_cast<uint32_t>" : "") + length_of(loop);
+    if (in_pieces) size = loop.tiled ? formatted("({} / {})", size, piece) : formatted("{}", loop.size / piece);
     const bool last = i + 1 == order.size();
-    const std::string part = order.size() == 1 ? index : last ? rest : formatted("{} % {}", rest, size);
+    std::string part = order.size() == 1 ? index : last ? rest : formatted("{} % {}", rest, size);
+    if (in_pieces) part = formatted("int64_t({}) * {}", part, piece);
     to_.line("[[maybe_unused]] const int64_t {} = {}{};", loop.name, loop.tiled ? loop.begin + " + " : "", part);
     if (!last) to_.line("{} /= {};", rest, size);
   }

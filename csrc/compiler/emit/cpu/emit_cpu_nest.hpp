@@ -44,7 +44,12 @@ class RowNest {
   void open(const RowLoop& loop);
   // For a GPU: the number of the tile's rows (columns) as text, and the indices of row (column) `index`.
   std::string count(bool columns) const;
-  void take_apart(const std::string& index, bool columns);
+  // `piece`: the index counts pieces of so many columns of the vectorized dimension, and the first one's index results.
+  void take_apart(const std::string& index, bool columns, int64_t piece = 1);
+  // The largest number of columns of the vectorized dimension of which every tile has a multiple.
+  int64_t columns_of_tiles() const;
+  // The strides of `one` over all loops but the vectorized one.
+  std::vector<int64_t> strides_between_lines(const RowProgram::Instruction& one) const;
   int64_t rows() const;  // of the whole stage
   // The position along a dimension, as lanes.
   std::string position(int dim) const;

@@ -96,6 +96,7 @@ void RowEmitter::columns(int when) {
   bool any = false;
   Registers need = needed(when, any);
   if (!any) return;
+  if (piece_ > 0) return columns_in_pieces(when);
   Registers early = need;
   if (to_.cuda()) load_early(when, early);
   std::set<int> keep = worth_keeping(when, early);
@@ -182,7 +183,7 @@ void RowEmitter::column_instruction(int i, const std::set<int>& keep) {
         define(i, formatted("load{}({}, lanes)", form(one), place(one)));
       break;
     case Kind::index: define(i, nest_.position(one.args.at(0))); break;
-    case Kind::op: define(i, expressions_.call(one)); break;
+    case Kind::op: define(i, expressions_.call(unrounded_if_stored(i))); break;
     case Kind::reduce: {
       std::string where = one.name == "argmax" ? ", " + nest_.flat_column() : "";
       if (!to_.cuda()) where += std::string(where.empty() ? "" : " + kIota") + ", lanes";
@@ -190,8 +191,8 @@ void RowEmitter::column_instruction(int i, const std::set<int>& keep) {
       break;
     }
     case Kind::store:
-      if (is_run(one)) {
-        to_.line("o{}[turn] = {};", i, stored(one));
+      if (piece_ > 0 || is_run(one)) {
+        to_.line("o{}[{}] = {};", i, piece_ > 0 ? "at" : "turn", stored(one));
         break;
       }
       if (one.args.size() > 1) to_.open(fits(one, i));
@@ -205,7 +206,9 @@ void RowEmitter::column_instruction(int i, const std::set<int>& keep) {
     case Kind::literal: break;
   }
   if (keep.count(i) == 0) return;
-  if (to_.cuda())
+  if (packed(i))
+    to_.line("k{}[turn].set(at, {});", i, RowExpressions::name(i));
+  else if (to_.cuda())
     to_.line("{} = {};", kept_turn(i), RowExpressions::name(i));
   else
     to_.line("store({}, {}, lanes);", kept(i), RowExpressions::name(i));

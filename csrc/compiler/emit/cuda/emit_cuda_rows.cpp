@@ -13,6 +13,7 @@
 namespace ark::compiler {
 
 void RowEmitter::open_threads() {
+  if (choose_pieces()) return open_pieces();
   if (!nest_.has_numbers()) {
     if (nest_.rows() * nest_.columns() < RowNest::kManyElements) return;
     turns_ = code_.size() <= (nest_.loops().size() == 1 ? kShortProgram : kShortAmongPlaces) ? 8 : 4;
