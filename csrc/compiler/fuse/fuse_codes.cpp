@@ -69,9 +69,16 @@ std::vector<Access> product_accesses(const Graph& graph, const MatmulStage& prod
   for (const int one : {product.codes.scale, product.codes.zero, product.scale_b})
     if (one >= 0) accesses.push_back({one, cut(one, true), false});
   if (product.scale_a >= 0) accesses.push_back({product.scale_a, cut(product.scale_a, false), false});
-  if (product.bias >= 0) accesses.push_back({product.bias, cut(product.bias, columns), false});
+  if (product.second.b >= 0) accesses.push_back({product.second.b, cut(product.second.b, true), false});
+  for (const int one : {product.bias, product.second.bias})
+    if (one >= 0) accesses.push_back({one, cut(one, columns), false});
   accesses.push_back({product.out, cut(product.out, columns), true});
   return accesses;
+}
+
+double product_bytes(const Graph& graph, const MatmulStage& product) {
+  const double second = product.second.b >= 0 ? bytes_of(graph, {product.second.b}) : 0;
+  return bytes_of(graph, {product.a, product.b, product.out}) + second;
 }
 
 }  // namespace ark::compiler

@@ -19,6 +19,8 @@ Stage dequant_matmul_stage(Graph& graph, const Node& node);
 Stage scaled_matmul_stage(Graph& graph, const Node& node);
 // The accesses of a product, quantized or not, cut by columns or by rows.
 std::vector<Access> product_accesses(const Graph& graph, const MatmulStage& product);
+// The bytes of the matrices of a product, or of a dual one.
+double product_bytes(const Graph& graph, const MatmulStage& product);
 // Operators that read or write by index.
 Stage gather_stage(Graph& graph, const Node& node);
 Stage scatter_stage(Graph& graph, const Node& node);

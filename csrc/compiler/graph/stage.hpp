@@ -117,6 +117,11 @@ struct MatmulStage {
   // The epilogue, applied to each element before it is stored: its load stands for the element, rounded to its type;
   // its store replaces that to `out`. Empty: none. See epilogue_fusion.hpp.
   std::vector<RowProgram::Instruction> finish = {};
+  // Set for dual products, whose epilogue also takes the same element of a second product of `a`, with a matrix and a
+  // bias of the same layout. Its loads of `sum` stand for that element; no one stores it. See dual_product_fusion.hpp.
+  struct Second {
+    int b = -1, bias = -1, sum = -1;
+  } second = {};
   // Set if the value at `out` is the sum over ranks.
   Push push = {};
   // Set for products of float8 rows with float8 weights: values [m, 1] and [1, n], which multiply each sum before the

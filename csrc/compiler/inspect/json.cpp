@@ -58,6 +58,7 @@ void write_stages(JsonWriter& json, const Plan& plan) {
     if (product != nullptr && product->tile_columns > 0) {
       json.key("tile").open('{').field("rows", product->tile_rows).field("columns", product->tile_columns);
       json.field("depth", product->k).field("size", size_of(plan.graph.values()[product->a].type));
+      if (product->second.b >= 0) json.flag("dual", true);
       json.flag("finished", !product->finish.empty()).close('}');
     }
     json.key("accesses").open('[');

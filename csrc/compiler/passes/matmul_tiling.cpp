@@ -54,7 +54,8 @@ void cut_by_columns(const Graph& graph, Stage& stage, MatmulStage& body, int64_t
 int64_t columns_at_once(const Graph& graph, const MatmulStage& product, const TileShape& tile, const Target& target) {
   const Value& b = graph.values()[product.b];
   const int64_t blocks = blocks_of(product.m, tile.rows);
-  if (blocks == 1 || product.codes.bits != 0 || product.n * product.k * size_of(b.type) <= target.caches.bytes / 2)
+  const int64_t bytes = (product.second.b >= 0 ? 2 : 1) * product.n * product.k * size_of(b.type);
+  if (blocks == 1 || product.codes.bits != 0 || bytes <= target.caches.bytes / 2)
     return product.n;
   return wholes(target.workers, blocks) * tile.columns;
 }
@@ -76,9 +77,11 @@ void add_row_blocks(Graph& graph, const Stage& stage, const TileShape& tile, int
     body.scale_a = part_of(graph, body.scale_a, kRows, begin, end);
     if (past - first < product.n) {
       body.b = part_of(graph, body.b, kColumns, first, past);
+      body.second.b = part_of(graph, body.second.b, kColumns, first, past);
       body.scale_b = part_of(graph, body.scale_b, kColumns, first, past);
     }
     body.bias = part_of_all(body.bias, begin, end);
+    body.second.bias = part_of_all(body.second.bias, begin, end);
     body.out = part_of_all(body.out, begin, end);
     body.m = end - begin;
     body.n = past - first;
@@ -86,7 +89,7 @@ void add_row_blocks(Graph& graph, const Stage& stage, const TileShape& tile, int
     body.tile_columns = tile.columns;
     cut_by_columns(graph, part, body, tile.columns);
     part.flops = stage.flops * static_cast<double>(body.m * body.n) / static_cast<double>(product.m * product.n);
-    part.bytes = bytes_of(graph, {body.a, body.b, body.out});
+    part.bytes = product_bytes(graph, body);
     split.push_back(std::move(part));
   }
 }

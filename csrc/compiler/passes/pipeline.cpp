@@ -6,6 +6,7 @@
 
 #include "compiler/passes/cache_policy.hpp"
 #include "compiler/passes/dedupe_prefetch.hpp"
+#include "compiler/passes/dual_product_fusion.hpp"
 #include "compiler/passes/epilogue_fusion.hpp"
 #include "compiler/passes/fp32_intermediates.hpp"
 #include "compiler/passes/fuse_all_reduce.hpp"
@@ -77,6 +78,7 @@ constexpr auto kAny = Pass::Steps::any, kOne = Pass::Steps::one, kSeveral = Pass
 constexpr Pass kPasses[] = {
     {"make_stages", kStages, kAll, kAny, lower, "each node is in one stage, in an order that is valid to execute"},
     {"fuse_scatters", kStages, kAll, kAny, on_stages<fuse_scatters>, "what one scatter alone copies is computed in its place"},
+    {"fuse_dual_products", kStages, kGpu, kAny, on_stages<fuse_dual_products>, "two products of the same rows and the program behind them are one stage"},
     {"fuse_epilogues", kStages, kGpu, kAny, on_stages<fuse_epilogues>, "activations of a product's result are in its stage"},
     {"split_queries", kStages, kGpu, kAny, on_stages<split_queries>, "attention over many queries is in blocks of them"},
     {"split_kv", kStages, kGpu, kAny, on_stages<split_kv>, "attention of few queries over a long cache is in blocks of positions"},

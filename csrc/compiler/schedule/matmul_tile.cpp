@@ -7,8 +7,13 @@ namespace ark::compiler {
 
 namespace {
 
-double bytes_of_tile(const TileShape& tile, int64_t depth, int64_t size) {
-  return static_cast<double>((tile.rows + tile.columns) * depth * size);
+// Columns of the second matrices that a tile takes.
+int64_t lines_of(const TileShape& tile, const MatmulStage& product) {
+  return product.second.b >= 0 ? 2 * tile.columns : tile.columns;
+}
+
+double bytes_of_tile(const TileShape& tile, const MatmulStage& product, int64_t size) {
+  return static_cast<double>((tile.rows + lines_of(tile, product)) * product.k * size);
 }
 
 double flops_per_us(const TileCosts& costs, int64_t size) {
@@ -24,9 +29,9 @@ double ends_us(const TileCosts& costs, const TileShape& tile, const MatmulStage&
 // Time of one worker's tiles, one after the other. `size`: bytes of an element.
 double tiles_us(const TileCosts& costs, const TileShape& tile, const MatmulStage& product, int64_t size,
                 int64_t tiles) {
-  const double flops = 2 * static_cast<double>(tile.rows * tile.columns) * static_cast<double>(product.k);
+  const double flops = 2 * static_cast<double>(tile.rows * lines_of(tile, product)) * static_cast<double>(product.k);
   const double compute = flops / flops_per_us(costs, size);
-  const double move = bytes_of_tile(tile, product.k, size) / costs.bytes_per_us;
+  const double move = bytes_of_tile(tile, product, size) / costs.bytes_per_us;
   return static_cast<double>(tiles) * std::max(compute, move) + ends_us(costs, tile, product);
 }
 
@@ -48,18 +53,20 @@ ChosenTile choose_tile(const Graph& graph, const MatmulStage& product, const Tar
   // Larger tiles bring fewer operands from the cache for each multiplication; warp groups alone have registers for
   // them.
   const bool large = target.name == "sm_90a" && size == 2 && product.codes.bits == 0;
+  const bool dual = product.second.b >= 0;
   ChosenTile best;
   for (const int64_t rows : {256, 128, 64}) {
-    for (const int64_t columns : {256, 128, 96, 64, 32}) {
+    for (const int64_t lines : {256, 128, 96, 64, 32}) {
       // No such kernel variant.
-      if (columns == 96 && (rows != 128 || !along_depth || (size == 1 && !product.fast_accum))) continue;
-      if ((rows == 256 || columns == 256) && (!large || rows * columns != 256 * 128)) continue;
-      const TileShape tile{rows, columns};
-      const int64_t tiles = blocks_of(product.m, rows) * wholes(product.n, columns) * parts;
-      const double move = static_cast<double>(tiles) * bytes_of_tile(tile, product.k, size) / costs.all_bytes_per_us;
+      if (lines == 96 && (rows != 128 || !along_depth || dual || (size == 1 && !product.fast_accum))) continue;
+      if (lines == 32 && dual) continue;
+      if ((rows == 256 || lines == 256) && (!large || rows * lines != 256 * 128)) continue;
+      const TileShape tile{rows, dual ? lines / 2 : lines};
+      const int64_t tiles = blocks_of(product.m, rows) * wholes(product.n, tile.columns) * parts;
+      const double move = static_cast<double>(tiles) * bytes_of_tile(tile, product, size) / costs.all_bytes_per_us;
       const double us = std::max(move + ends_us(costs, tile, product),
                                  tiles_us(costs, tile, product, size, wholes(tiles, target.workers)));
-      if (best.rows == 0 || us < best.us) best = {rows, columns, us};
+      if (best.rows == 0 || us < best.us) best = {rows, tile.columns, us};
     }
   }
   return best;

@@ -10,6 +10,7 @@ namespace ark::compiler {
 
 inline constexpr int64_t kRowUnit = 8;  // row blocks start at multiples: with contiguous rows that is 16 bytes
 
+// Of the result. A tile of a dual product takes as many columns of both matrices.
 struct TileShape {
   int64_t rows, columns;
 };

@@ -34,6 +34,17 @@ ARK_LOOP Finished<Bias, Finish> finished_by(const Bias* bias, Finish finish) {
   return {bias, finish};
 }
 
+// In place of a bias: the biases of both products of a dual one, and the epilogue applied to both sums of an element.
+template <class Bias, class Finish>
+struct Dual {
+  const Bias *first, *second;
+  Finish finish;
+};
+template <class Bias, class Finish>
+ARK_LOOP Dual<Bias, Finish> dual_by(const Bias* first, const Bias* second, Finish finish) {
+  return {first, second, finish};
+}
+
 // In place of a bias: a bias, and scales of rows (NoScale: none) and columns, by which each sum is multiplied before it
 // is added.
 template <int kRowStride, int kColumnStride, class RowScale, class ColumnScale, class Bias>
@@ -84,6 +95,14 @@ inline constexpr bool kHasBias<Finished<Bias, Finish>> = kHasBias<Bias>;
 template <int kRow, int kColumn, class A, class B, class Bias>
 inline constexpr bool kHasBias<Scaled<kRow, kColumn, A, B, Bias>> = kHasBias<Bias>;
 
+template <class Bias, class Finish>
+inline constexpr bool kHasBias<Dual<Bias, Finish>> = kHasBias<Bias>;
+
+template <class Bias>
+inline constexpr bool kDual = false;
+template <class Bias, class Finish>
+inline constexpr bool kDual<Dual<Bias, Finish>> = true;
+
 template <class Bias>
 inline constexpr bool kScaled = false;
 template <class Bias, class Finish>
@@ -121,6 +140,22 @@ ARK_LOOP float finished(const Finished<Bias, Finish>* by, float sum, float bias)
   return by->finish(finished(by->bias, sum, bias));
 }
 
+// The bias of the first or the second product of a dual one; else the only one.
+template <class Bias>
+ARK_LOOP const Bias* nth_bias(const Bias* bias, int) {
+  return bias;
+}
+template <class Bias, class Finish>
+ARK_LOOP const Bias* nth_bias(const Dual<Bias, Finish>* by, int n) {
+  return n == 0 ? by->first : by->second;
+}
+// An element of a dual product.
+template <class Bias, class Finish>
+ARK_LOOP float finished_dual(const Product& s, const Dual<Bias, Finish>* by, int r, int c, float first, float second) {
+  return by->finish(finished(by->first, first, bias_of(s, by->first, r, c)),
+                    finished(by->second, second, bias_of(s, by->second, r, c)));
+}
+
 template <class Out, class Bias>
 ARK_LOOP void finish_one(const Product& s, Out* row, const Bias* bias, int r, int c, float sum) {
   store_one(row + c * s.out_column, finished(bias, sum, bias_of(s, bias, r, c)));
@@ -142,6 +177,14 @@ ARK_LOOP void finish_pair(const Product& s, Out* row, const Bias* bias, int r, i
   if (c < c1) x = finished(bias, x, bias_of(s, bias, r, c));
   if (c + 1 < c1) y = finished(bias, y, bias_of(s, bias, r, c + 1));
   store_pair(s, row, c, c1, x, y, paired);
+}
+template <class Out, class By>
+ARK_LOOP void finish_dual_pair(const Product& s, Out* row, const By* by, int r, int c, int c1, const float* first,
+                               const float* second, bool paired) {
+  float done[2] = {};
+  ARK_UNROLL for (int e = 0; e < 2; ++e) if (c + e < c1) done[e] =
+      finished_dual(s, by, r, c + e, first[e], second[e]);
+  store_pair(s, row, c, c1, done[0], done[1], paired);
 }
 
 // The scales of a thread's two rows, r and r + 8, and, spread over a warp's lanes, of its columns: each lane holds

@@ -30,6 +30,36 @@ struct Side {
   bool whole;  // chunks are aligned
 };
 
+// The lines of a tile are consecutive others of one matrix.
+template <class At>
+inline constexpr int kMatrices = 1;
+template <class At>
+ARK_LOOP int nth_other(const At&, int line) {
+  return line;
+}
+template <class At>
+ARK_LOOP int64_t nth_matrix(const At&, int) {
+  return 0;
+}
+
+// Of a dual product (dual.cuh): kRun columns of the first matrix alternate with the same columns of the second one, so
+// that one thread gets both sums of an element, as tiles are shared out.
+template <int kRun>
+struct DualColumns {
+  int64_t column, apart;  // strides of a column, and from the first matrix to the second
+  ARK_LOOP int64_t a(int c) const { return c * column; }
+};
+template <int kRun>
+inline constexpr int kMatrices<DualColumns<kRun>> = 2;
+template <int kRun>
+ARK_LOOP int nth_other(const DualColumns<kRun>&, int line) {
+  return line / (2 * kRun) * kRun + line % kRun;
+}
+template <int kRun>
+ARK_LOOP int64_t nth_matrix(const DualColumns<kRun>& at, int line) {
+  return line / kRun % 2 == 0 ? 0 : at.apart;
+}
+
 // For aligned chunks: a thread keeps the address of each of its chunks and advances it along the depth.
 template <int kOthers, bool kAcross, class T, class At>
 class ChunkCopy {
@@ -46,8 +76,8 @@ class ChunkCopy {
   ARK_LOOP void start(const Side<T, At>& side, int o0, int o1) {
     ARK_UNROLL for (int turn = 0; turn < kTurns; ++turn) {
       const int line = line_of(turn);
-      const int o = o0 + (kAcross ? line / kDepth * kDepth + chunk() * kPer : line);
-      const T* const other = side.data + side.at.a(o < o1 ? o : o0);
+      const int n = kAcross ? line / kDepth * kDepth + chunk() * kPer : line, o = o0 + nth_other(side.at, n);
+      const T* const other = side.data + nth_matrix(side.at, n) + side.at.a(o < o1 ? o : o0);
       from_[turn] = kAcross ? other + line % kDepth * side.depth_stride : other + chunk() * kPer;
       count_[turn] = o >= o1 ? 0 : kAcross ? least(o1 - o, kPer) : kPer;
     }
@@ -101,10 +131,10 @@ class ElementCopy {
     const int64_t step = kAcross ? 1 : side.depth_stride;
     _Pragma("unroll 1") for (int i = thread_anew(); i < kLines * 8; i += kThreads) {
       const int line = depth_first ? i / 8 : i % kLines, chunk = depth_first ? i % 8 : i / kLines;
-      const int o = o0_ + (kAcross ? line / kDepth * kDepth + chunk * kPer : line);
+      const int n = kAcross ? line / kDepth * kDepth + chunk * kPer : line, o = o0_ + nth_other(side.at, n);
       const int d = d0 + (kAcross ? line % kDepth : chunk * kPer);
       const int left = kAcross ? (d < depth ? o1_ - o : 0) : (o < o1_ ? depth - d : 0);
-      const T* const from = left <= 0 ? side.data : side.data + side.at.a(o) + d * side.depth_stride;
+      const T* const from = left <= 0 ? side.data : side.data + nth_matrix(side.at, n) + side.at.a(o) + d * side.depth_stride;
       const int count = left <= 0 ? 0 : least(left, kPer);
       char* const to = tile_chunk(workspace() + tile, line, chunk);
       if constexpr (sizeof(T) == 4) {

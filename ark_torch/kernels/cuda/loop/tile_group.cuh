@@ -22,7 +22,7 @@ struct GroupTile {
   static constexpr int kMyColumns = kColumns > kMostColumns ? kMostColumns : kColumns;
   static constexpr int kDown = kRows / 64, kAcross = kColumns / kMyColumns, kSplit = kWarps / 4 / (kDown * kAcross);
   static constexpr int kOver = kMyColumns / 8, kMine = kOver / kSplit;  // of products 64 x 8; that a group finishes
-  static constexpr int kHeld = (kMine + 7) / 8;  // a lane keeps the biases of two columns of each 64
+  static constexpr int kRun = kMine * 4;         // of DualColumns
   static_assert(kSplit > 0 && kRows % 64 == 0 && kColumns % kMyColumns == 0 && kOver % kSplit == 0);
   static_assert(kMine <= 8 || kSplit == 1);
   static_assert(!kBAcross || 64 % kMyColumns == 0 || kMyColumns % 64 == 0);
@@ -137,39 +137,50 @@ struct GroupTile {
                        bool paired) {
     const int self = thread_anew(), lane = self % 32;
     const int row = r + first_row(self) + self / 32 % 4 * 16 + lane / 4;
-    const int my_columns = c + first_column(self) + part(self) * kMine * 8, column = my_columns + lane % 4 * 2;
+    constexpr bool kTwo = kDual<Bias>;
+    static_assert(!kTwo || kMine % 2 == 0);
+    constexpr int kDone = kTwo ? kMine / 2 : kMine;       // octets of the result's columns
+    constexpr int kHeld = kTwo ? 2 : (kMine + 7) / 8;     // a lane keeps the biases of two columns of each 64
+    const int my_columns = c + (first_column(self) + part(self) * kMine * 8) / (kTwo ? 2 : 1);
+    const int column = my_columns + lane % 4 * 2;
     static_assert(!kScaled<Bias> || kHeld == 1);
     float held[kHeld][2] = {}, mine[kMine][4];  // if all rows share the bias
     const RowAndColumnScales<kScaled<Bias>> scales(bias, row, r1, my_columns + lane * 2, c1, lane * 2 < kMine * 8);
     ARK_UNROLL for (int h = 0; h < kHeld; ++h) ARK_UNROLL for (int e = 0; e < 2; ++e) {
-      const int mine_at = h * 64 + lane * 2;
-      if (kHasBias<Bias> && s.bias_row == 0 && mine_at < kMine * 8 && my_columns + mine_at + e < c1)
-        held[h][e] = bias_of(s, bias, 0, my_columns + mine_at + e);
+      const int mine_at = (kTwo ? 0 : h * 64) + lane * 2;
+      if (kHasBias<Bias> && s.bias_row == 0 && mine_at < kDone * 8 && my_columns + mine_at + e < c1)
+        held[h][e] = bias_of(s, nth_bias(bias, h), 0, my_columns + mine_at + e);
     }
     wait<0>();
     leave(self);
     collect(self, mine);
     ARK_UNROLL for (int i = 0; i < kMine; ++i) {
+      const int octet = i % kDone, h = kTwo ? i / kDone : i / 8;
+      const auto* const my_bias = nth_bias(bias, h);
       float added[4] = {};
       ARK_UNROLL for (int e = 0; e < 4; ++e) if constexpr (kHasBias<Bias>) {
-        const int my_row = row + e / 2 * 8, my_column = column + i * 8 + e % 2;
+        const int my_row = row + e / 2 * 8, my_column = column + octet * 8 + e % 2;
         if (s.bias_row == 0)
-          added[e] = e < 2 ? shuffle_from<32>(held[i / 8][e], i % 8 * 4 + lane % 4) : added[e - 2];
+          added[e] = e < 2 ? shuffle_from<32>(held[h][e], octet % 8 * 4 + lane % 4) : added[e - 2];
         else if (my_row < r1 && my_column < c1)
-          added[e] = bias_of(s, bias, my_row, my_column);
+          added[e] = bias_of(s, my_bias, my_row, my_column);
       }
       ARK_UNROLL for (int e = 0; e < 4; ++e) mine[i][e] =
-          finished(bias, scales.applied(mine[i][e], e / 2, e % 2, i % 8 * 4 + lane % 4), added[e]);
+          finished(my_bias, scales.applied(mine[i][e], e / 2, e % 2, octet % 8 * 4 + lane % 4), added[e]);
     }
-    const bool adjacent = kMine % 2 == 0 && paired && c1 - c >= kColumns && c % 4 == 0 && s.out_row % 4 == 0 &&
-                          is_aligned(out, 4 * static_cast<int>(sizeof(Out)));
+    if constexpr (kTwo) {
+      ARK_UNROLL for (int i = 0; i < kDone; ++i) ARK_UNROLL for (int e = 0; e < 4; ++e) mine[i][e] =
+          bias->finish(mine[i][e], mine[kDone + i][e]);
+    }
+    const bool adjacent = kDone % 2 == 0 && paired && c1 - c >= kColumns / (kTwo ? 2 : 1) && c % 4 == 0 &&
+                          s.out_row % 4 == 0 && is_aligned(out, 4 * static_cast<int>(sizeof(Out)));
     ARK_UNROLL for (int half = 0; half < 2; ++half) {
       const bool there = row + half * 8 < r1;
       Out* const to = out + at.out(there ? row + half * 8 : r);
       if (adjacent) {
-        store_exchanged(to + column, mine, half, lane % 2 != 0, there);
+        store_exchanged<kDone>(to + column, mine, half, lane % 2 != 0, there);
       } else if (there) {
-        ARK_UNROLL for (int i = 0; i < kMine; ++i)
+        ARK_UNROLL for (int i = 0; i < kDone; ++i)
             store_pair(s, to, column + i * 8, c1, mine[i][half * 2], mine[i][half * 2 + 1], paired);
       }
     }
@@ -177,9 +188,9 @@ struct GroupTile {
 
   // Of eight columns a lane has two, adjacent to the next lane's. Over two octets, pairs of lanes exchange columns so
   // that each stores four adjacent ones: fewer and longer stores.
-  template <class Out>
+  template <int kDone, class Out>
   static ARK_LOOP void store_exchanged(Out* to, const float (&mine)[kMine][4], int half, bool odd, bool there) {
-    ARK_UNROLL for (int i = 0; i + 1 < kMine; i += 2) {
+    ARK_UNROLL for (int i = 0; i + 1 < kDone; i += 2) {
       const float *const first = mine[i] + half * 2, *const second = mine[i + 1] + half * 2;
       Together<Out, 4> four;
       if constexpr (kIsHalf<Out>) {

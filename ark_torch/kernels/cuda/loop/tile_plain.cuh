@@ -14,7 +14,8 @@ struct PlainTile {
   static constexpr int kThreadsDown = kRows == 16 ? 8 : kColumns == 32 ? 32 : 16;
   static constexpr int kThreadsAcross = kThreads / kThreadsDown;
   static constexpr int kDown = kRows / kThreadsDown, kOver = kColumns / kThreadsAcross;
-  static constexpr bool kAsync = false;  // add() is done when it returns
+  static constexpr int kRun = kThreadsAcross;  // of DualColumns
+  static constexpr bool kAsync = false;        // add() is done when it returns
 
   float sums[kDown][kOver];
 
@@ -51,9 +52,18 @@ struct PlainTile {
     ARK_UNROLL for (int i = 0; i < kDown; ++i) {
       const int row = r + first_row() + i * kThreadsDown;
       if (row >= r1) continue;
-      ARK_UNROLL for (int j = 0; j < kOver; ++j) {
-        const int column = c + first_column() + j * kThreadsAcross;
-        if (column < c1) finish_one(s, out + at.out(row), bias, row, column, sums[i][j]);
+      if constexpr (kDual<Bias>) {
+        ARK_UNROLL for (int j = 0; j + 1 < kOver; j += 2) {
+          const int column = c + first_column() + j / 2 * kThreadsAcross;
+          if (column < c1)
+            store_one(out + at.out(row) + column * s.out_column,
+                      finished_dual(s, bias, row, column, sums[i][j], sums[i][j + 1]));
+        }
+      } else {
+        ARK_UNROLL for (int j = 0; j < kOver; ++j) {
+          const int column = c + first_column() + j * kThreadsAcross;
+          if (column < c1) finish_one(s, out + at.out(row), bias, row, column, sums[i][j]);
+        }
       }
     }
   }

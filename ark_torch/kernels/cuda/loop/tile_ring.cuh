@@ -91,16 +91,17 @@ template <class Tile, int kRows, int kColumns, bool kAAcross, bool kBAcross, cla
           class Bias>
 ARK_LOOP void tiled_product(const Product& s, const Side<T, At>& a, const Side<T, BAt>& b, Out* out, const Bias* bias,
                             int r0, int r1, int c0, int c1) {
+  constexpr int kLines = kColumns * kMatrices<BAt>;
   const int rows = Tile::kAsync ? kRows : r1 - r0, columns = Tile::kAsync ? kColumns : c1 - c0;
   for (int r = r0; r < r1; r += rows) {
     for (int c = c0; c < c1; c += columns) {
       const int r_end = least(r + rows, r1), c_end = least(c + columns, c1);
       Tile tile;
       if (a.whole && b.whole)
-        ring_product<ChunkCopy<kRows, kAAcross, T, At>, ChunkCopy<kColumns, kBAcross, T, BAt>, kRows, kColumns>(
+        ring_product<ChunkCopy<kRows, kAAcross, T, At>, ChunkCopy<kLines, kBAcross, T, BAt>, kRows, kColumns>(
             tile, s, a, b, out, bias, r, r_end, c, c_end);
       else
-        ring_product<ElementCopy<kRows, kAAcross, T, At>, ElementCopy<kColumns, kBAcross, T, BAt>, kRows, kColumns>(
+        ring_product<ElementCopy<kRows, kAAcross, T, At>, ElementCopy<kLines, kBAcross, T, BAt>, kRows, kColumns>(
             tile, s, a, b, out, bias, r, r_end, c, c_end);
       if constexpr (Tile::kAsync) tile.finish(s, a.at, out, bias, r, r_end, c, c_end, stored_in_pairs<At>(s, out, c));
     }

@@ -14,6 +14,7 @@ struct TensorTile {
   static constexpr int kWarpsAcross = kColumns / 8 < kWarps / kWarpsDown ? kColumns / 8 : kWarps / kWarpsDown;
   static constexpr int kMyRows = kRows / kWarpsDown, kMyColumns = kColumns / kWarpsAcross;
   static constexpr int kDown = kMyRows / 16, kOver = kMyColumns / 8;  // of products 16 x 8
+  static constexpr int kRun = kMyColumns / 2;                         // of DualColumns
   static constexpr bool kAsync = false;                               // add() is done when it returns
 
   float sums[kDown][kOver][4];
@@ -73,9 +74,17 @@ struct TensorTile {
       const int row = r + first_row() + i * 16 + half * 8 + lane() / 4;
       if (row >= r1) continue;
       Out* const to = out + at.out(row);
-      ARK_UNROLL for (int j = 0; j < kOver; ++j) {
-        const int column = c + first_column() + j * 8 + lane() % 4 * 2;
-        finish_pair(s, to, bias, row, column, c1, sums[i][j][half * 2], sums[i][j][half * 2 + 1], paired);
+      if constexpr (kDual<Bias>) {
+        ARK_UNROLL for (int j = 0; j < kOver / 2; ++j) {
+          const int column = c + first_column() / 2 + j * 8 + lane() % 4 * 2;
+          finish_dual_pair(s, to, bias, row, column, c1, sums[i][j] + half * 2, sums[i][kOver / 2 + j] + half * 2,
+                           paired);
+        }
+      } else {
+        ARK_UNROLL for (int j = 0; j < kOver; ++j) {
+          const int column = c + first_column() + j * 8 + lane() % 4 * 2;
+          finish_pair(s, to, bias, row, column, c1, sums[i][j][half * 2], sums[i][j][half * 2 + 1], paired);
+        }
       }
     }
   }

@@ -18,12 +18,19 @@ int64_t stride(const Value& value, size_t from_end, int64_t otherwise) {
   return value.shape[value.shape.size() - from_end] == 1 ? otherwise : value.strides[value.shape.size() - from_end];
 }
 
-// The alignment flags of a and of b.
+// The alignment flags of a and of b, or of both matrices of a dual product.
 std::array<std::string, 2> aligned_operands(FunctionWriter& to, const MatmulStage& matmul) {
-  const Value &a = to.value(matmul.a), &b = to.value(matmul.b), &out = to.value(matmul.out);
-  const Shape batch = slice(out.shape, 0, out.shape.size() - 2);
-  return {aligned_lines(to, matmul.a, {stride(a, 2, 0), stride(a, 1, 1)}, broadcast_strides(a, 2, batch)),
-          aligned_lines(to, matmul.b, {stride(b, 2, 1), stride(b, 1, 1)}, broadcast_strides(b, 2, batch))};
+  const Shape& shape = to.value(matmul.out).shape;
+  const Shape batch = slice(shape, 0, shape.size() - 2);
+  const auto lines = [&](int matrix, int64_t otherwise) {
+    const Value& value = to.value(matrix);
+    return aligned_lines(to, matrix, {stride(value, 2, otherwise), stride(value, 1, 1)},
+                         broadcast_strides(value, 2, batch));
+  };
+  std::array<std::string, 2> flags{lines(matmul.a, 0), lines(matmul.b, 1)};
+  if (matmul.second.b >= 0)
+    if (const std::string second = lines(matmul.second.b, 1); flags[1] != "false" && second != "true") flags[1] = second;
+  return flags;
 }
 
 }  // namespace
@@ -68,7 +75,8 @@ int erf_beside_one(const FunctionWriter& to, const std::vector<RowProgram::Instr
   return is_erf(a) && is_one(b) ? a : is_erf(b) && is_one(a) ? b : -1;
 }
 
-// Writes the epilogue as a function of a sum with its bias, which returns the element to store.
+// Writes the epilogue as a function of a sum with its bias, or of both sums of a dual product, which returns the
+// element to store.
 void define_finish(FunctionWriter& to, const MatmulStage& matmul) {
   using Kind = RowProgram::Instruction::Kind;
   RowProgram program;
@@ -78,14 +86,14 @@ void define_finish(FunctionWriter& to, const MatmulStage& matmul) {
   std::vector<int> erfs(program.code.size(), -1);  // by instruction: the erf that this addition of 1 computes along
                                                    // with it
   for (size_t i = 0; i < erfs.size() && halves; ++i) erfs[i] = erf_beside_one(to, program.code, i);
-  to.open("const auto finish = [](float sum)");
+  to.open("const auto finish = [](float sum{})", matmul.second.b >= 0 ? ", float second" : "");
   for (size_t i = 0; i < program.code.size(); ++i) {
     const RowProgram::Instruction& one = program.code[i];
     expressions.check(one);
     if (std::ranges::count(erfs, static_cast<int>(i)) > 0) continue;
     std::string expression;
     if (one.kind == Kind::load) {
-      expression = RowExpressions::rounded(one, "sum");
+      expression = RowExpressions::rounded(one, one.value == matmul.second.sum ? "second" : "sum");
     } else if (erfs[i] >= 0) {
       const int of = program.code[static_cast<size_t>(erfs[i])].args.at(0);
       expression =
@@ -106,7 +114,7 @@ void define_finish(FunctionWriter& to, const MatmulStage& matmul) {
 void emit(FunctionWriter& to, const MatmulStage& matmul) {
   if (matmul.codes.bits != 0) return emit_dequant_matmul(to, matmul);
   const Value &a = to.value(matmul.a), &b = to.value(matmul.b), &out = to.value(matmul.out);
-  const bool scaled = matmul.scale_a >= 0;
+  const bool scaled = matmul.scale_a >= 0, dual = matmul.second.b >= 0;
   for (const int one : {matmul.a, matmul.b, matmul.out})
     if (!is_floating(to.value(one).type) && !scaled)
       to.refuse("it multiplies matrices of {}", name_of(to.value(one).type));
@@ -130,13 +138,14 @@ void emit(FunctionWriter& to, const MatmulStage& matmul) {
   const std::string a_at = place(matmul.a, false, a_batch);
   const std::string b_at = place(matmul.b, false, b_batch);
   const std::string out_at = place(matmul.out, true, out_batch);
-  std::string bias_at = "static_cast<const NoBias*>(nullptr)";
-  if (matmul.bias >= 0) {
-    const Value& bias = to.value(matmul.bias);
+  const auto bias_place = [&](int value) -> std::string {
+    if (value < 0) return "static_cast<const NoBias*>(nullptr)";
+    const Value& bias = to.value(value);
     std::vector<int64_t> bias_batch(batch.size(), 0);
     if (bias.shape.size() > 2) bias_batch = broadcast_strides(bias, 2, batch);
-    bias_at = place(matmul.bias, false, bias_batch);
-  }
+    return place(value, false, bias_batch);
+  };
+  std::string bias_at = bias_place(matmul.bias);
   to.line("constexpr Product s{};", product_shape(to, matmul));
   if (scaled) {
     const Value &rows = to.value(matmul.scale_a), &columns = to.value(matmul.scale_b);
@@ -147,10 +156,15 @@ void emit(FunctionWriter& to, const MatmulStage& matmul) {
   if (!matmul.finish.empty()) {
     if (!to.cuda()) to.refuse("a product that is finished as it is made");
     define_finish(to, matmul);
-    to.line("const auto finished = finished_by({}, finish);", bias_at);
+    if (dual)
+      to.line("const auto finished = dual_by({}, {}, finish);", bias_at, bias_place(matmul.second.bias));
+    else
+      to.line("const auto finished = finished_by({}, finish);", bias_at);
     bias_at = "&finished";
   }
-  const std::string operands = formatted("{}, {}, {}, {}, {}, {}, {}, {}", a_at, b_at, out_at, bias_at, r0, r1, c0, c1);
+  const std::string matrices = dual ? b_at + ", " + place(matmul.second.b, false, b_batch) : b_at;
+  const std::string operands =
+      formatted("{}, {}, {}, {}, {}, {}, {}, {}", a_at, matrices, out_at, bias_at, r0, r1, c0, c1);
   if (to.cuda()) {
     // Strides select the kernel.
     std::string tile;
@@ -161,6 +175,8 @@ void emit(FunctionWriter& to, const MatmulStage& matmul) {
     }
     if (scaled)
       to.line("scaled_product<{}, s{}, {}>({});", matmul.m, tile, matmul.fast_accum, operands);
+    else if (dual)
+      to.line("dual_product<s{}>({});", tile, operands);
     else
       to.line("product<{}, s{}>({});", matmul.m, tile, operands);
   } else {

@@ -90,6 +90,10 @@ class CudaEmitter {
     if (has_packets()) text += "#include \"cuda/loop/packets.cuh\"\n";
     if (has_pushes()) text += "#include \"cuda/loop/pushed.cuh\"\n";
     include("matmul", [](const Stage& one) { return std::holds_alternative<MatmulStage>(one.body); });
+    include("dual", [](const Stage& one) {
+      const auto* const product = std::get_if<MatmulStage>(&one.body);
+      return product != nullptr && product->second.b >= 0;
+    });
     include("dequant", [](const Stage& one) {
       return std::ranges::any_of(matmuls_of(one), [](const MatmulStage& product) { return product.codes.bits != 0; });
     });

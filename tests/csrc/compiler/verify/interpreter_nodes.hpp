@@ -14,19 +14,25 @@ struct Part {
   bool has(const Shape& index) const { return axis < 0 || (index[axis] >= begin && index[axis] < end); }
 };
 
+inline double product_at(Memory& memory, const Value& a, const Value& b, const Value* bias, const Shape& index) {
+  const size_t r = index.size();
+  double sum = bias != nullptr ? read_value(memory, *bias, index) : 0;
+  Shape ia = index, ib = index;
+  for (int64_t k = 0; k < a.shape.back(); ++k) {
+    ia[r - 1] = k;
+    ib[r - 2] = k;
+    sum += read_value(memory, a, ia) * read_value(memory, b, ib);
+  }
+  return sum;
+}
+
+// `finish`: of a sum and its index.
 inline void run_matmul(Memory& memory, const Value& a, const Value& b, const Value* bias, const Value& out, Part part,
-                       const std::function<double(double)>& finish = nullptr) {
-  const size_t r = out.shape.size();
+                       const std::function<double(double, const Shape&)>& finish = nullptr) {
   each_index(out.shape, [&](const Shape& index) {
     if (!part.has(index)) return;
-    double sum = bias != nullptr ? read_value(memory, *bias, index) : 0;
-    Shape ia = index, ib = index;
-    for (int64_t k = 0; k < a.shape.back(); ++k) {
-      ia[r - 1] = k;
-      ib[r - 2] = k;
-      sum += read_value(memory, a, ia) * read_value(memory, b, ib);
-    }
-    write_value(memory, out, index, finish ? finish(sum) : sum);
+    const double sum = product_at(memory, a, b, bias, index);
+    write_value(memory, out, index, finish ? finish(sum, index) : sum);
   });
 }
 

@@ -119,8 +119,9 @@ class RowRunner {
   bool reduces_ = false;
 };
 
-// Applies a product's finishing program to one of its sums.
-inline double finished(const std::vector<RowProgram::Instruction>& code, const std::vector<Value>& values, double sum) {
+// Applies a product's finishing program to one of its sums, and to that of a dual product's second one.
+inline double finished(const MatmulStage& product, const std::vector<Value>& values, double sum, double second) {
+  const std::vector<RowProgram::Instruction>& code = product.finish;
   using Kind = RowProgram::Instruction::Kind;
   std::vector<double> registers;
   for (const auto& one : code) {
@@ -131,7 +132,8 @@ inline double finished(const std::vector<RowProgram::Instruction>& code, const s
       types.push_back(code[arg].type);
     }
     if (one.kind == Kind::store) return x.at(0);
-    registers.push_back(one.kind == Kind::load      ? round_to(sum, one.type)
+    const double loaded = product.second.b >= 0 && one.value == product.second.sum ? second : sum;
+    registers.push_back(one.kind == Kind::load      ? round_to(loaded, one.type)
                         : one.kind == Kind::literal ? round_to(values[one.value].literal, one.type)
                                                     : apply_typed(one.name, x, types, one.type));
   }
@@ -161,10 +163,14 @@ inline void run_product(Memory& memory, const Graph& graph, const Stage& stage, 
     throw std::logic_error("a product's sizes");
   }
   if (matmul.codes.bits != 0) return run_dequant_matmul(memory, values, matmul, {axis, begin, end});
-  std::function<double(double)> finish;
-  if (!matmul.finish.empty()) finish = [&](double sum) { return finished(matmul.finish, values, sum); };
-  run_matmul(memory, values[matmul.a], values[matmul.b], matmul.bias >= 0 ? &values[matmul.bias] : nullptr, out,
-             {axis, begin, end}, finish);
+  const auto bias_of = [&](int bias) { return bias >= 0 ? &values[bias] : nullptr; };
+  const auto finish = [&](double sum, const Shape& index) {
+    const MatmulStage::Second& second = matmul.second;
+    const double other =
+        second.b >= 0 ? product_at(memory, values[matmul.a], values[second.b], bias_of(second.bias), index) : 0;
+    return matmul.finish.empty() ? sum : finished(matmul, values, sum, other);
+  };
+  run_matmul(memory, values[matmul.a], values[matmul.b], bias_of(matmul.bias), out, {axis, begin, end}, finish);
 }
 
 inline void run_body(Memory& memory, const Graph& graph, const Stage& stage, int64_t begin, int64_t end) {
