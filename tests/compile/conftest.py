@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import reference
 import torch
+from cuda_sources import Sources
 
 from ark_torch import _C
 from ark_torch.compile import backend, capture, options
@@ -90,3 +91,11 @@ def compiled() -> Compile:
         return torch.compile(model, backend=run, dynamic=dynamic), report
 
     return make
+
+
+@pytest.fixture(params=["sm_90a", pytest.param("sm_80", marks=pytest.mark.nightly)])
+def sources(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sources:
+    """The sources of the regions that the test compiles."""
+    made = Sources(monkeypatch)
+    made.arch = str(request.param)
+    return made

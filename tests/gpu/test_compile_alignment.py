@@ -44,6 +44,7 @@ CASES: list[tuple[Callable[..., object], list[tuple[int, ...]]]] = [
     (few_rows, [(13, 256), (96, 256), (160, 256), (40, 256)]),
     (shared_by_many, [(2, 264), *[(48 + 8 * i, 264) for i in range(20)]]),
     (norm_before, [(2, 512), (320, 512), (320, 512)]),
+    (norm_before, [(200, 512), (320, 512), (320, 512)]),
     (torch.matmul, [(4, 512), (512, 328)]),
     (torch.matmul, [(200, 128), (128, 264)]),
     (torch.matmul, [(3, 70, 72), (3, 72, 96)]),

@@ -127,8 +127,7 @@ class DualFuser {
   bool is_worth_it(const Dual& dual, const MatmulStage& body) const {
     const Stage& reader = stages_[dual.reader];
     const double pass = tile_cost_us(graph_, reader, target_, 0, reader.extent) / target_.workers + target_.wait_us;
-    return choose_tile(graph_, body, target_).us <=
-           choose_tile(graph_, product(dual.first), target_, 2).us + pass;
+    return choose_tile(graph_, body, target_).us <= choose_tile(graph_, product(dual.first), target_, 2).us + pass;
   }
 
   void join(const Dual& dual, MatmulStage body) {

@@ -55,8 +55,7 @@ int64_t columns_at_once(const Graph& graph, const MatmulStage& product, const Ti
   const Value& b = graph.values()[product.b];
   const int64_t blocks = blocks_of(product.m, tile.rows);
   const int64_t bytes = (product.second.b >= 0 ? 2 : 1) * product.n * product.k * size_of(b.type);
-  if (blocks == 1 || product.codes.bits != 0 || bytes <= target.caches.bytes / 2)
-    return product.n;
+  if (blocks == 1 || product.codes.bits != 0 || bytes <= target.caches.bytes / 2) return product.n;
   return wholes(target.workers, blocks) * tile.columns;
 }
 

@@ -182,8 +182,7 @@ template <class Out, class By>
 ARK_LOOP void finish_dual_pair(const Product& s, Out* row, const By* by, int r, int c, int c1, const float* first,
                                const float* second, bool paired) {
   float done[2] = {};
-  ARK_UNROLL for (int e = 0; e < 2; ++e) if (c + e < c1) done[e] =
-      finished_dual(s, by, r, c + e, first[e], second[e]);
+  ARK_UNROLL for (int e = 0; e < 2; ++e) if (c + e < c1) done[e] = finished_dual(s, by, r, c + e, first[e], second[e]);
   store_pair(s, row, c, c1, done[0], done[1], paired);
 }
 

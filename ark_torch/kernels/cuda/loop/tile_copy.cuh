@@ -134,7 +134,8 @@ class ElementCopy {
       const int n = kAcross ? line / kDepth * kDepth + chunk * kPer : line, o = o0_ + nth_other(side.at, n);
       const int d = d0 + (kAcross ? line % kDepth : chunk * kPer);
       const int left = kAcross ? (d < depth ? o1_ - o : 0) : (o < o1_ ? depth - d : 0);
-      const T* const from = left <= 0 ? side.data : side.data + nth_matrix(side.at, n) + side.at.a(o) + d * side.depth_stride;
+      const T* const from =
+          left <= 0 ? side.data : side.data + nth_matrix(side.at, n) + side.at.a(o) + d * side.depth_stride;
       const int count = left <= 0 ? 0 : least(left, kPer);
       char* const to = tile_chunk(workspace() + tile, line, chunk);
       if constexpr (sizeof(T) == 4) {

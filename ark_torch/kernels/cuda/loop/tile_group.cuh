@@ -22,7 +22,7 @@ struct GroupTile {
   static constexpr int kMyColumns = kColumns > kMostColumns ? kMostColumns : kColumns;
   static constexpr int kDown = kRows / 64, kAcross = kColumns / kMyColumns, kSplit = kWarps / 4 / (kDown * kAcross);
   static constexpr int kOver = kMyColumns / 8, kMine = kOver / kSplit;  // of products 64 x 8; that a group finishes
-  static constexpr int kRun = kMine * 4;         // of DualColumns
+  static constexpr int kRun = kMine * 4;                                // of DualColumns
   static_assert(kSplit > 0 && kRows % 64 == 0 && kColumns % kMyColumns == 0 && kOver % kSplit == 0);
   static_assert(kMine <= 8 || kSplit == 1);
   static_assert(!kBAcross || 64 % kMyColumns == 0 || kMyColumns % 64 == 0);
@@ -139,8 +139,8 @@ struct GroupTile {
     const int row = r + first_row(self) + self / 32 % 4 * 16 + lane / 4;
     constexpr bool kTwo = kDual<Bias>;
     static_assert(!kTwo || kMine % 2 == 0);
-    constexpr int kDone = kTwo ? kMine / 2 : kMine;       // octets of the result's columns
-    constexpr int kHeld = kTwo ? 2 : (kMine + 7) / 8;     // a lane keeps the biases of two columns of each 64
+    constexpr int kDone = kTwo ? kMine / 2 : kMine;    // octets of the result's columns
+    constexpr int kHeld = kTwo ? 2 : (kMine + 7) / 8;  // a lane keeps the biases of two columns of each 64
     const int my_columns = c + (first_column(self) + part(self) * kMine * 8) / (kTwo ? 2 : 1);
     const int column = my_columns + lane % 4 * 2;
     static_assert(!kScaled<Bias> || kHeld == 1);
@@ -154,7 +154,7 @@ struct GroupTile {
     wait<0>();
     leave(self);
     collect(self, mine);
-    ARK_UNROLL for (int i = 0; i < kMine; ++i) {
+    const auto add_bias = [&](int i) {
       const int octet = i % kDone, h = kTwo ? i / kDone : i / 8;
       const auto* const my_bias = nth_bias(bias, h);
       float added[4] = {};
@@ -167,10 +167,18 @@ struct GroupTile {
       }
       ARK_UNROLL for (int e = 0; e < 4; ++e) mine[i][e] =
           finished(my_bias, scales.applied(mine[i][e], e / 2, e % 2, octet % 8 * 4 + lane % 4), added[e]);
-    }
+    };
     if constexpr (kTwo) {
-      ARK_UNROLL for (int i = 0; i < kDone; ++i) ARK_UNROLL for (int e = 0; e < 4; ++e) mine[i][e] =
-          bias->finish(mine[i][e], mine[kDone + i][e]);
+      ARK_UNROLL for (int i = 0; i < kDone; ++i) {
+        add_bias(i);
+        add_bias(kDone + i);
+        // Each octet has a branch of its own, which keeps the compiler from computing many at once: registers are few.
+        if (pinned(row < r1) != 0) {
+          ARK_UNROLL for (int e = 0; e < 4; ++e) mine[i][e] = bias->finish(mine[i][e], mine[kDone + i][e]);
+        }
+      }
+    } else {
+      ARK_UNROLL for (int i = 0; i < kMine; ++i) add_bias(i);
     }
     const bool adjacent = kDone % 2 == 0 && paired && c1 - c >= kColumns / (kTwo ? 2 : 1) && c % 4 == 0 &&
                           s.out_row % 4 == 0 && is_aligned(out, 4 * static_cast<int>(sizeof(Out)));

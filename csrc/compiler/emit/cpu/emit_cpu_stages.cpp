@@ -29,7 +29,8 @@ std::array<std::string, 2> aligned_operands(FunctionWriter& to, const MatmulStag
   };
   std::array<std::string, 2> flags{lines(matmul.a, 0), lines(matmul.b, 1)};
   if (matmul.second.b >= 0)
-    if (const std::string second = lines(matmul.second.b, 1); flags[1] != "false" && second != "true") flags[1] = second;
+    if (const std::string second = lines(matmul.second.b, 1); flags[1] != "false" && second != "true")
+      flags[1] = second;
   return flags;
 }
 
