@@ -1,8 +1,8 @@
 // A row's columns in pieces: kPiece contiguous columns that a thread loads and stores in as few instructions as
 // possible. Neighboring threads have neighboring pieces.
 //
-// A piece stays as loaded until an element is used: widened at once, 16-bit elements would take twice the registers, and
-// half as many bytes would be in flight.
+// A piece stays as loaded until an element is used: widened at once, 16-bit elements would take twice the registers,
+// and half as many bytes would be in flight.
 #pragma once
 
 #include "cuda/loop/group.cuh"
@@ -76,7 +76,8 @@ struct RawPiece {
 template <class T, int kPiece, int kTurns>
 ARK_LOOP void widen_anew(RawPiece<T, kPiece> (&pieces)[kTurns]) {
   ARK_UNROLL for (int turn = 0; turn < kTurns; ++turn)
-      ARK_UNROLL for (int i = 0; i < RawPiece<T, kPiece>::kBytes / 4; ++i) asm volatile("" : "+r"(pieces[turn].word(i)));
+      ARK_UNROLL for (int i = 0; i < RawPiece<T, kPiece>::kBytes / 4;
+                      ++i) asm volatile("" : "+r"(pieces[turn].word(i)));
 }
 
 // Pieces of split results: an element is the in-order sum of kParts.
@@ -164,13 +165,14 @@ ARK_LOOP void for_pieces(Body body) {
   constexpr int kTurns = PiecesOfRow<Group, kPiece, kColumns>::kTurns;
   ARK_UNROLL for (int turn = 0; turn < kTurns; ++turn) body_turn<Group, kPiece, kColumns>(turn, body);
 }
-// The same with loads of a turn's own, issued kTurnsAhead turns before: after a store, since the compiler cannot know that
-// none of them sees it, they would wait.
+// The same with loads of a turn's own, issued kTurnsAhead turns before: after a store, since the compiler cannot know
+// that none of them sees it, they would wait.
 inline constexpr int kTurnsAhead = 2;
 template <class Group, int kPiece, int kColumns, class Load, class Body>
 ARK_LOOP void for_pieces(Load load, Body body) {
   constexpr int kTurns = PiecesOfRow<Group, kPiece, kColumns>::kTurns;
-  ARK_UNROLL for (int turn = 0; turn < least(kTurnsAhead, kTurns); ++turn) load_turn<Group, kPiece, kColumns>(turn, load);
+  ARK_UNROLL for (int turn = 0; turn < least(kTurnsAhead, kTurns); ++turn)
+      load_turn<Group, kPiece, kColumns>(turn, load);
   ARK_UNROLL for (int turn = 0; turn < kTurns; ++turn) {
     if (turn + kTurnsAhead < kTurns) load_turn<Group, kPiece, kColumns>(turn + kTurnsAhead, load);
     body_turn<Group, kPiece, kColumns>(turn, body);

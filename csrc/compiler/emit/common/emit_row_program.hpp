@@ -105,12 +105,12 @@ class RowEmitter {
   static constexpr size_t kShortAmongPlaces = 8;         // the same if several indices determine an element's address
   std::vector<int> level_;
   int last_level_ = 0;
-  int turns_ = 0;         // of a GPU: columns per thread, if they are few
-  bool in_runs_ = false;  // and contiguous
-  int piece_ = 0;         // contiguous columns of a large program that a thread takes at once; 0: not in pieces
+  int turns_ = 0;           // of a GPU: columns per thread, if they are few
+  bool in_runs_ = false;    // and contiguous
+  int piece_ = 0;           // contiguous columns of a large program that a thread takes at once; 0: not in pieces
   const char* group_ = "";  // the threads of a row, for programs in pieces
   std::set<int> declared_;  // loads whose pieces have a name already
-  bool seldom_ = false;   // in a rarely taken branch that should use few registers
+  bool seldom_ = false;     // in a rarely taken branch that should use few registers
   std::set<int> kept_;
   std::map<int, std::string> polled_;  // loads of this pass that have arrived already
 };

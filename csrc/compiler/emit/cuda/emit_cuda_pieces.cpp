@@ -1,11 +1,12 @@
 // Distributes the rows of a large program over a GPU's threads in pieces: contiguous columns that a thread loads and
-// stores in as few instructions as possible (cuda/loop/pieces.cuh).
+// stores in as few instructions as possible (cuda/loop/pieces.cuh). All others: emit_cuda_rows.cpp.
 //
 // A program is large if each of a GPU's multiprocessors has several pieces per thread, or several rows. Its time is the
 // memory's only if enough bytes are in flight, and if an element takes few instructions. So a tile first issues the
-// loads of whole rows, or of some pieces per thread, and addresses are computed per piece. A row belongs to as few warps
-// as have the registers for it: the fewer, the more rows are in flight. Pieces need lines of elements at multiples of 16
-// bytes. For operands elsewhere the function has a variant (StageFunctions::misaligned) that loads element by element.
+// loads of whole rows, or of some pieces per thread, and addresses are computed per piece. A row belongs to as few
+// warps as have the registers for it: the fewer, the more rows are in flight. Pieces need lines of elements at
+// multiples of 16 bytes. For operands elsewhere the function has a variant (StageFunctions::misaligned) that loads
+// element by element.
 #include "compiler/emit/common/emit_row_program.hpp"
 
 #include <algorithm>
@@ -15,13 +16,13 @@ namespace ark::compiler {
 
 namespace {
 
-constexpr int64_t kMostRegisters = 56;      // of a thread's 128, for what is loaded or kept
-constexpr int64_t kUtmostRegisters = 72;    // the same, where a row would otherwise take all of a block
-constexpr int64_t kMostColumns = 64;        // of a row per thread
-constexpr int64_t kFewColumns = 16;         // the same, if a warp takes no longer for them than several warps do
-constexpr int64_t kSeveralRows = 256;       // in most tiles
-constexpr int64_t kRowsForWarps = 1024;     // most tiles have a row for half of a block's warps
-constexpr int64_t kMostBody = 256;          // unrolled instructions of a program
+constexpr int64_t kMostRegisters = 56;        // of a thread's 128, for what is loaded or kept
+constexpr int64_t kUtmostRegisters = 72;      // the same, where a row would otherwise take all of a block
+constexpr int64_t kMostColumns = 48;          // of a row per thread
+constexpr int64_t kFewColumns = 16;           // the same, if a warp takes no longer for them than several warps do
+constexpr int64_t kSeveralRows = 256;         // in most tiles
+constexpr int64_t kRowsForWarps = 1024;       // most tiles have a row for half of a block's warps
+constexpr int64_t kMostBody = 256;            // unrolled instructions of a program
 constexpr int64_t kElementsAPiece = 1 << 16;  // one per thread of a GPU, by number of columns in the piece
 
 }  // namespace
@@ -38,9 +39,8 @@ bool RowEmitter::fits_pieces(const Instruction& one) const {
   if (one.kind == Kind::load && step(one) == 0) return one.parts.count == 1;
   if (step(one) != 1 || value.offset * static_cast<int64_t>(size_of(value.type)) % 16 != 0) return false;
   const std::vector<int64_t> strides = nest_.strides_between_lines(one);
-  return std::all_of(strides.begin(), strides.end(), [&](int64_t stride) {
-    return stride * static_cast<int64_t>(size_of(value.type)) % 16 == 0;
-  });
+  return std::all_of(strides.begin(), strides.end(),
+                     [&](int64_t stride) { return stride * static_cast<int64_t>(size_of(value.type)) % 16 == 0; });
 }
 
 bool RowEmitter::choose_pieces() {
@@ -131,7 +131,8 @@ std::set<int> RowEmitter::loads_kept(int when) const {
     bool any = false;
     const Registers need = needed(level, any);
     for (int i = 0; i < count(); ++i) {
-      if (!any || !need[static_cast<size_t>(i)] || at(i).kind != Kind::load || number(i) || keep.count(i) != 0) continue;
+      if (!any || !need[static_cast<size_t>(i)] || at(i).kind != Kind::load || number(i) || keep.count(i) != 0)
+        continue;
       const int64_t registers = turns_ * registers_of(i);
       if (level > when && registers > left) continue;
       left -= registers;
@@ -183,7 +184,8 @@ bool RowEmitter::packed(int i) const {
   return piece_ > 0 && one.kind == Kind::op && (one.type == ScalarType::bf16 || one.type == ScalarType::f16);
 }
 
-// The packed registers of this pass with which later passes begin: they need neither the loads nor the operators before.
+// The packed registers of this pass with which later passes begin: they need neither the loads nor the operators
+// before.
 std::set<int> RowEmitter::keep_packed(int when, const Registers& need) const {
   std::set<int> keep;
   for (int later = when + 1; later <= last_level_; ++later) {
@@ -279,8 +281,7 @@ void RowEmitter::columns_in_pieces(int when) {
   for (int i = 0; i < count(); ++i)
     if (need[static_cast<size_t>(i)]) column_instruction(i, keep);
   to_.close("});");
-  for (const int i : stores)
-    to_.line("store_piece<{}>({}, o{});", aligned_piece(at(i)), nest_.base(at(i), true), i);
+  for (const int i : stores) to_.line("store_piece<{}>({}, o{});", aligned_piece(at(i)), nest_.base(at(i), true), i);
   to_.close("});");
   for (const int i : ahead) kept_.erase(i);
   kept_.insert(keep.begin(), keep.end());

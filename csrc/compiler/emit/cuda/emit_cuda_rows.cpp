@@ -1,4 +1,4 @@
-// Distributes the rows of a row program over a GPU's threads.
+// Distributes the rows of a row program over a GPU's threads. Most large programs: emit_cuda_pieces.cpp.
 //
 // A row belongs to a warp, a group of warps or the block; its columns are spread over the threads, in the same way in
 // every pass. If a thread has few columns, the first pass loads what all passes need and keeps it in registers; the
@@ -20,7 +20,7 @@ void RowEmitter::open_threads() {
     return to_.open("for_blocks<{}>({}, [&](int64_t first, int64_t past)", turns_, nest_.count(true));
   }
   // By shape only: the order of a sum must not depend on the tile.
-  const bool narrow = nest_.columns() <= 64 || (nest_.columns() <= 1024 && nest_.rows() >= 2048);
+  const bool narrow = nest_.columns() <= 64 || (nest_.columns() <= 32 * kMostTurns && nest_.rows() >= 2048);
   const bool several = nest_.columns() <= 2048 && nest_.rows() >= 256;  // in most tiles
   const int64_t threads = narrow ? 32 : several ? 128 : 512;            // as in cuda/loop/group.cuh
   const int64_t least = (nest_.columns() + threads - 1) / threads;
