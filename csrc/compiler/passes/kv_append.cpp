@@ -21,9 +21,21 @@ namespace {
 
 using Instruction = RowProgram::Instruction;
 
+// Heads of one worker. Each takes its turn to compute queries and the new position, which the stages left out computed
+// for all heads side by side. Assumed, not measured.
+constexpr int64_t kMostTurns = 4;
+
+// Bytes of shared memory that `parts` equal parts of such buffers take one by one.
+int64_t kept_bytes(std::initializer_list<int64_t> buffers, int64_t parts) {
+  int64_t all = 0;
+  for (const int64_t bytes : buffers) all += (bytes / parts + 15) / 16 * 16;
+  return all;
+}
+
 class Appender {
  public:
-  Appender(Graph& graph, std::vector<Stage> stages) : graph_(graph), stages_(std::move(stages)) {}
+  Appender(Graph& graph, std::vector<Stage> stages, const Target& target)
+      : graph_(graph), stages_(std::move(stages)), target_(target) {}
 
   std::vector<Stage> run() {
     for (size_t first = 0, last = 0; first < stages_.size(); first = last) {
@@ -63,9 +75,11 @@ class Appender {
   int store_into_own(Stage& stage, Value view, int64_t bytes);
   Stage whole(const Stage& part, const Stage& queries, const NewRow& key, const NewRow& value);
   bool own_tiles(const Stage& stage) const;
+  bool in_equal_parts(const Stage& stage) const;
 
   Graph& graph_;
   std::vector<Stage> stages_;
+  const Target& target_;
   std::set<size_t> gone_;
 };
 
@@ -158,17 +172,37 @@ bool Appender::own_tiles(const Stage& stage) const {
   return true;
 }
 
+// Whether each head's share of every buffer that the programs make is that part of its bytes, so that one is kept at a
+// time.
+bool Appender::in_equal_parts(const Stage& stage) const {
+  for (const int buffer : made_buffers(graph_, stage)) {
+    const int64_t bytes = graph_.buffers()[static_cast<size_t>(buffer)].bytes;
+    if (bytes % stage.extent != 0) return false;
+    for (int64_t tile = 0; tile < stage.extent; ++tile)
+      for (const Access& access : stage.accesses) {
+        if (!access.write || buffer_of(access.value) != buffer) continue;
+        const Box box = box_of(graph_, stage, access, tile, tile + 1);
+        if (box.offset < bytes / stage.extent * tile || box.end() > bytes / stage.extent * (tile + 1)) return false;
+      }
+  }
+  return true;
+}
+
 void Appender::append(size_t first, size_t last) {
   const AttentionStage attention = std::get<AttentionStage>(stages_[first].body);
   const Value q = value(attention.q), k = value(attention.k), v = value(attention.v);
-  const int64_t heads = k.shape[1], kept = loop::kKeptBytes - 3 * 16;  // three buffers, each aligned
-  if (!takes_few_rows(graph_, attention) || q.shape[0] != 1 || stages_[first].extent != heads) return;
+  const int64_t heads = k.shape[1];
+  if (!takes_few_rows(graph_, attention) || q.shape[0] != 1 || stages_[first].extent != heads ||
+      heads > kMostTurns * target_.workers)
+    return;
   const auto queries = writer(first, attention.q), keys = writer(first, attention.k),
              values = writer(first, attention.v);
   if (!queries || !keys || !values || *keys == *values || k.buffer == v.buffer) return;
   const Buffer& of_queries = graph_.buffers()[static_cast<size_t>(q.buffer)];
-  const int64_t row_bytes = heads * (k.shape[3] + v.shape[3]) * size_of(k.type);
-  if (of_queries.kind != Buffer::Kind::temporary || of_queries.bytes + row_bytes > kept) return;
+  const int64_t row_bytes = heads * size_of(k.type);
+  if (of_queries.kind != Buffer::Kind::temporary ||
+      kept_bytes({of_queries.bytes, row_bytes * k.shape[3], row_bytes * v.shape[3]}, heads) > loop::kKeptBytes)
+    return;
   Stage turned = stages_[*queries];
   auto* program = std::get_if<RowProgram>(&turned.body);
   Instruction* const store = program == nullptr || !turned.tail.empty() ? nullptr : only_store(*program);
@@ -195,6 +229,7 @@ void Appender::append(size_t first, size_t last) {
     next += keys_of.shape[2];
     parts.push_back(whole(stages_[part], turned, *key, *one));
     if (!own_tiles(parts.back())) return;
+    if (!keeps_all_heads(graph_, parts.back()) && !in_equal_parts(parts.back())) return;
   }
   if (next != at.size) return;
   std::move(parts.begin(), parts.end(), stages_.begin() + static_cast<std::ptrdiff_t>(first));
@@ -203,8 +238,28 @@ void Appender::append(size_t first, size_t last) {
 
 }  // namespace
 
-std::vector<Stage> fuse_kv_append(Graph& graph, std::vector<Stage> stages, const Target&) {
-  return Appender(graph, std::move(stages)).run();
+std::vector<Stage> fuse_kv_append(Graph& graph, std::vector<Stage> stages, const Target& target) {
+  return Appender(graph, std::move(stages), target).run();
+}
+
+std::vector<int> made_buffers(const Graph& graph, const Stage& stage) {
+  std::vector<int> made;
+  const auto add = [&](const Stage& one) {
+    const auto* program = std::get_if<RowProgram>(&one.body);
+    for (size_t i = 0; program != nullptr && i < program->code.size(); ++i)
+      if (program->code[i].kind == Instruction::Kind::store)
+        made.push_back(graph.values()[static_cast<size_t>(program->code[i].value)].buffer);
+  };
+  add(stage);
+  for (const Stage& next : stage.tail) add(next);
+  return made;
+}
+
+bool keeps_all_heads(const Graph& graph, const Stage& stage) {
+  int64_t all = 0;
+  for (const int buffer : made_buffers(graph, stage))
+    all += kept_bytes({graph.buffers()[static_cast<size_t>(buffer)].bytes}, 1);
+  return all <= loop::kKeptBytes;
 }
 
 }  // namespace ark::compiler

@@ -5,6 +5,9 @@
 // only then loads cache contents that were there all along. Fused, each task first requests its block of positions,
 // computes its own queries and its head's new key and value meanwhile, and takes the new ones from shared memory. The
 // task whose block contains the position also writes them to the caches. All that precedes is a product's packets.
+//
+// The heads of a batch of sequences are as many heads of one: attention has merged both dimensions (fuse_single.cpp),
+// and so are the caches here. A task handles its heads one after the other.
 #pragma once
 
 #include <vector>
@@ -16,5 +19,12 @@ namespace ark::compiler {
 
 // Runs after split_queries(). Adds values and buffers to the graph.
 std::vector<Stage> fuse_kv_append(Graph& graph, std::vector<Stage> stages, const Target& target);
+
+// The buffers that the programs of such a stage write, which stay in a block's shared memory (kKeptBytes): of queries,
+// of new keys and of new values.
+std::vector<int> made_buffers(const Graph& graph, const Stage& stage);
+// Whether those of all heads stay there. Otherwise those of one head do at a time, as many heads as a batch has are too
+// much.
+bool keeps_all_heads(const Graph& graph, const Stage& stage);
 
 }  // namespace ark::compiler

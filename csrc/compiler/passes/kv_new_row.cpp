@@ -2,6 +2,8 @@
 // scatter of rows made elsewhere.
 #include "compiler/passes/kv_new_row.hpp"
 
+#include <algorithm>
+
 #include "compiler/fuse/fuse_views.hpp"
 
 namespace ark::compiler {
@@ -13,6 +15,16 @@ using Kind = Instruction::Kind;
 
 bool of_one_element(const Value& value) {
   return value.elements() == 1 && (value.type == ScalarType::i64 || value.type == ScalarType::i32);
+}
+
+// The view in which the heads of all sequences are one dimension, as attention reads them (attention_stage() of
+// fuse_single.cpp); the value itself if there is none.
+Value with_merged_batch(Value value) {
+  if (value.shape.size() != 4 || value.shape[0] == 1 || !merges(value, 0, value.shape[1])) return value;
+  merge(value, 0);
+  value.shape.insert(value.shape.begin(), 1);
+  value.strides.insert(value.strides.begin(), 0);
+  return value;
 }
 
 // A program that stores its rows straight into the cache.
@@ -54,11 +66,12 @@ std::optional<NewRow> row_of_program(const Graph& graph, const Stage& writer, co
 std::optional<NewRow> row_of_scatter(Graph& graph, const Stage& writer, const ScatterStage& scatter,
                                      const Value& cache) {
   const auto value = [&](int index) -> const Value& { return graph.values()[static_cast<size_t>(index)]; };
-  const Value base = value(scatter.base), source = value(scatter.source);  // copies: the graph gets more values
+  const Value base = with_merged_batch(value(scatter.base)), source = with_merged_batch(value(scatter.source));
   const int64_t heads = cache.shape[1], columns = cache.shape[3];
-  if (scatter.dim != 2 || scatter.along || scatter.accumulate || !of_one_element(value(scatter.index)) ||
-      source.shape != Shape{1, heads, 1, columns} || base.shape.size() != 4 || base.type != cache.type ||
-      source.type != cache.type || base.strides != cache.strides || base.shape[1] != heads || base.shape[3] != columns)
+  if (base.shape.size() != 4 || scatter.dim != 2 || scatter.along || scatter.accumulate || !of_one_element(value(scatter.index)) ||
+      source.shape != Shape{1, heads, 1, columns} || base.type != cache.type || source.type != cache.type ||
+      base.shape[0] != 1 || base.shape[1] != heads || base.shape[3] != columns ||
+      !std::equal(base.strides.begin() + 1, base.strides.end(), cache.strides.begin() + 1))
     return std::nullopt;
   NewRow row;
   row.stage = writer;

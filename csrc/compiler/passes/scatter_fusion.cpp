@@ -103,7 +103,16 @@ class ScatterFuser {
 
   // Redirects a store to the source: to the same elements of the base at position 0, indexed by position.
   bool redirect(const RowProgram& program, const ScatterStage& scatter, Instruction& store) {
-    const Value &source = value(scatter.source), &base = value(scatter.base);
+    Value source = value(scatter.source), base = value(scatter.base);
+    auto dim = static_cast<size_t>(scatter.dim);
+    // The program may have merged dimensions, as of the batch and heads. A walk in merged ones finds any that it kept.
+    for (size_t d = dim; d-- > 1;) {
+      if (source.shape[d - 1] == 1 || source.shape[d] == 1 || !merges(source, d - 1, source.shape[d]) ||
+          !merges(base, d - 1, source.shape[d]))
+        continue;
+      merge(source, d - 1), merge(base, d - 1);
+      --dim;
+    }
     const size_t rank = source.shape.size();
     std::vector<size_t> order(rank);  // by decreasing stride; the source does not overlap itself
     std::iota(order.begin(), order.end(), size_t{0});
@@ -115,7 +124,7 @@ class ScatterFuser {
       in_base = 0;
       for (const size_t d : order) {
         const int64_t stride = source.strides[d];
-        if (static_cast<int>(d) == scatter.dim || source.shape[d] == 1 || stride <= 0) continue;
+        if (d == dim || source.shape[d] == 1 || stride <= 0) continue;
         if (!several && distance % stride != 0) continue;
         const int64_t taken = distance / stride;
         if (last[d] + taken * steps >= source.shape[d]) {
@@ -144,7 +153,6 @@ class ScatterFuser {
     }
     store.strides = view.strides;
     store.args.push_back(0);
-    const auto dim = static_cast<size_t>(scatter.dim);
     store.through = {base.strides[dim], base.shape[dim], scatter.dim, scatter.wrap};
     view.shape.push_back(base.shape[dim]);
     view.strides.push_back(base.strides[dim]);

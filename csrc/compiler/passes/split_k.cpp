@@ -34,7 +34,28 @@ bool has_parts(const Graph& graph, const MatmulStage& product) {
          elements * size_of(ScalarType::f32) % kPieceBytes == 0;
 }
 
-// The later row program that alone reads the buffer, element by element, and no other parts; else -1.
+// The row programs of a stage and of those that its tasks run next.
+template <class AnyStage>
+std::vector<AnyStage*> programs_of(AnyStage& stage) {
+  std::vector<AnyStage*> found;
+  if (std::holds_alternative<RowProgram>(stage.body)) found.push_back(&stage);
+  for (AnyStage& next : stage.tail)
+    if (std::holds_alternative<RowProgram>(next.body)) found.push_back(&next);
+  return found;
+}
+
+// Whether the stage, or one that its tasks run next, reads the buffer and is no row program.
+bool read_otherwise(const Graph& graph, const Stage& stage, int buffer) {
+  if (!std::holds_alternative<RowProgram>(stage.body)) return true;
+  return std::any_of(stage.tail.begin(), stage.tail.end(), [&](const Stage& next) {
+    return !std::holds_alternative<RowProgram>(next.body) &&
+           std::any_of(next.accesses.begin(), next.accesses.end(),
+                       [&](const Access& access) { return graph.values()[access.value].buffer == buffer; });
+  });
+}
+
+// The stage whose row programs are the buffer's only readers, later and element by element, and read no other parts;
+// else -1.
 int only_reader(const Graph& graph, const std::vector<Stage>& stages, int at, int buffer) {
   int reader = -1;
   for (int other = 0; other < static_cast<int>(stages.size()); ++other) {
@@ -45,11 +66,16 @@ int only_reader(const Graph& graph, const std::vector<Stage>& stages, int at, in
       reader = other;
     }
   }
-  const auto* program = reader < 0 ? nullptr : std::get_if<RowProgram>(&stages[reader].body);
-  if (program == nullptr) return -1;
-  for (const auto& one : program->code) {
-    if (one.parts.count > 1) return -1;  // registers suffice for the parts of one value
-    if (one.kind == Kind::load && one.scalar && graph.values()[one.value].buffer == buffer) return -1;
+  if (reader < 0 || read_otherwise(graph, stages[reader], buffer)) return -1;
+  for (const Stage* const one : programs_of(stages[reader])) {
+    bool loads = false, has_parts = false;
+    for (const auto& instruction : std::get<RowProgram>(one->body).code) {
+      has_parts = has_parts || instruction.parts.count > 1;
+      if (instruction.kind != Kind::load || graph.values()[instruction.value].buffer != buffer) continue;
+      if (instruction.scalar) return -1;
+      loads = true;
+    }
+    if (loads && has_parts) return -1;  // registers suffice for the parts of one value
   }
   return reader;
 }
@@ -97,16 +123,21 @@ void read_parts(Graph& graph, Stage& reader, const Value& result, int sums, int6
     value.strides.insert(value.strides.begin(), apart);
     return views[index] = view_value(graph, value);
   };
-  for (Access& access : reader.accesses) {
-    if (graph.values()[access.value].buffer != result.buffer) continue;
-    access.value = parts_of(access.value);
-    if (access.axis >= 0) ++access.axis;
-  }
-  for (auto& one : std::get<RowProgram>(reader.body).code) {
-    if (one.kind != Kind::load || graph.values()[one.value].buffer != result.buffer) continue;
-    one.value = parts_of(one.value);
-    one.parts = {count, apart};
-  }
+  const auto redirect = [&](std::vector<Access>& accesses) {
+    for (Access& access : accesses) {
+      if (graph.values()[access.value].buffer != result.buffer) continue;
+      access.value = parts_of(access.value);
+      if (access.axis >= 0) ++access.axis;
+    }
+  };
+  redirect(reader.accesses);
+  for (Stage& next : reader.tail) redirect(next.accesses);
+  for (Stage* const one : programs_of(reader))
+    for (auto& instruction : std::get<RowProgram>(one->body).code) {
+      if (instruction.kind != Kind::load || graph.values()[instruction.value].buffer != result.buffer) continue;
+      instruction.value = parts_of(instruction.value);
+      instruction.parts = {count, apart};
+    }
   reader.bytes += static_cast<double>(apart * (count * size_of(ScalarType::f32) - size_of(result.type)));
 }
 

@@ -122,6 +122,14 @@ struct WarpFrom : Warp {
   static ARK_LOOP int group() { return (warp() + kWarps - kFirst) % kWarps; }
 };
 
+// The same for work that a task repeats around other work that needs all registers (csrc/compiler/passes/kv_append.hpp):
+// no register keeps anything of the thread's number until the next time.
+template <int kFirst>
+struct WarpAnew : Warp {
+  static ARK_LOOP int rank() { return thread_anew() & 31; }
+  static ARK_LOOP int group() { return ((thread_anew() >> 5) + kWarps - kFirst / 32) % kWarps; }
+};
+
 // Columns over all threads; one row after the other.
 struct Block {
   static constexpr int kSize = kThreads, kGroups = 1;
@@ -175,6 +183,11 @@ using Warps4 = Warps<4>;
 template <int kFirst = 0, class Body>
 ARK_LOOP void for_elements(int64_t count, Body body) {
   ARK_ROLLED for (int64_t i = (thread() + kThreads - kFirst) % kThreads; i < count; i += kThreads) body(i);
+}
+// See WarpAnew.
+template <int kFirst, class Body>
+ARK_LOOP void for_elements_anew(int64_t count, Body body) {
+  ARK_ROLLED for (int64_t i = (thread_anew() + kThreads - kFirst) % kThreads; i < count; i += kThreads) body(i);
 }
 
 // The same in blocks of kTurns elements per thread, so that their loads are in flight together.

@@ -82,15 +82,14 @@ void StageFunctions::write_head(FunctionWriter& writer, const Unit& unit) {
 void StageFunctions::write_appended(FunctionWriter& writer, const Stage& stage) {
   std::vector<const Stage*> programs{&stage};
   for (size_t i = 0; i + 1 < stage.tail.size(); ++i) programs.push_back(&stage.tail[i]);
-  for (const Stage* const one : programs)
-    for (const RowProgram::Instruction& instruction : std::get<RowProgram>(one->body).code)
-      if (instruction.kind == RowProgram::Instruction::Kind::store) writer.keep(writer.value(instruction.value).buffer);
+  const bool all = keeps_all_heads(writer.graph(), stage);
+  for (const int buffer : made_buffers(writer.graph(), stage)) writer.keep(buffer, all ? 1 : stage.extent);
   emit(writer, *attention_of(stage), [&] {
     constexpr int kThreadsOfRow = 64;
     for (size_t i = 0; i < programs.size(); ++i) {
       writer.open("");
       writer.turn_to(*programs[i]);
-      writer.begin_with(i == 0 ? 0 : loop::kThreads - static_cast<int>(programs.size() - i) * kThreadsOfRow);
+      writer.begin_with(i == 0 ? 0 : loop::kThreads - static_cast<int>(programs.size() - i) * kThreadsOfRow, all ? 1 : stage.extent);
       emit(writer, std::get<RowProgram>(programs[i]->body));
       writer.close();
     }

@@ -83,9 +83,15 @@ void FunctionWriter::turn_to(const Stage& stage) {
   blocks_.push_back({text_.size(), std::string(static_cast<size_t>(depth_) * 2, ' '), {}, {}});
 }
 
-void FunctionWriter::keep(int buffer) {
-  kept_[buffer] = kept_end_;
-  kept_end_ += (graph_.buffers()[buffer].bytes + 15) / 16 * 16;
+void FunctionWriter::keep(int buffer, int64_t parts) {
+  const int64_t bytes = graph_.buffers()[buffer].bytes / parts;
+  kept_[buffer] = {kept_end_, parts > 1 ? bytes : 0};
+  kept_end_ += (bytes + 15) / 16 * 16;
+}
+
+int64_t FunctionWriter::kept_part(int value) const {
+  const auto kept = kept_.find(this->value(value).buffer);
+  return kept == kept_.end() ? 0 : kept->second.part / size_of(this->value(value).type);
 }
 
 void FunctionWriter::line(const std::string& text) {
@@ -160,7 +166,7 @@ std::string FunctionWriter::body() const {
     for (const size_t one : block.kept) {
       const Value& value = this->value(kept_values_[one]);
       append(body, "{0}{1}* const kept{2} = reinterpret_cast<{1}*>(kept_bytes() + {3});\n", block.indent,
-             cpp_type(value.type), one, kept_.at(value.buffer) + value.offset * size_of(value.type));
+             cpp_type(value.type), one, kept_.at(value.buffer).offset + value.offset * size_of(value.type));
     }
     const size_t past = i + 1 < blocks_.size() ? blocks_[i + 1].begin : text_.size();
     body += text_.substr(block.begin, past - block.begin);

@@ -56,11 +56,19 @@ class FunctionWriter {
   void multiply_by_groups() { by_groups_ = true; }
   bool by_groups() const { return by_groups_; }
   // The buffer's values are not operands: they stay in the block's kept_bytes() from a task's first half to its second
-  // (prologue_fusion.hpp).
-  void keep(int buffer);
+  // (prologue_fusion.hpp). With several `parts`, of equal size, a single one stays there at a time: the one of index
+  // `begin`, which the text turns to one by one (kv_append.hpp).
+  void keep(int buffer, int64_t parts = 1);
+  // The number of the value's elements in a part if a single one is kept; else 0.
+  int64_t kept_part(int value) const;
   // The first thread for work that takes few of a block's threads. Concurrent pieces of work start at different ones.
-  void begin_with(int thread) { first_thread_ = thread; }
+  // With several `parts`, the text is repeated for parts of the stage's work, among work that needs all registers.
+  void begin_with(int thread, int64_t parts) {
+    first_thread_ = thread;
+    parts_ = parts;
+  }
   int first_thread() const { return first_thread_; }
+  int64_t parts() const { return parts_; }
   // The buffer's elements are packets (cuda/loop/packets.cuh), pushed by ranks if there are any.
   void poll(int buffer, const Push& pushed) { polled_[buffer] = pushed; }
   bool is_polled(int value) const { return polled_.count(graph_.values()[value].buffer) != 0; }
@@ -120,12 +128,17 @@ class FunctionWriter {
   };
   std::vector<Block> blocks_{{0, "  ", {}, {}}};
   std::map<int, Push> polled_;    // by buffer
-  std::map<int, int64_t> kept_;   // buffer -> offset
+  struct Kept {
+    int64_t offset = 0;
+    int64_t part = 0;  // bytes of a part; 0: the whole buffer is kept
+  };
+  std::map<int, Kept> kept_;      // by buffer
   std::vector<int> kept_values_;  // named so far
   int64_t kept_end_ = 0;
   std::string text_;
   int depth_ = 1;
   int first_thread_ = 0;
+  int64_t parts_ = 1;
   int64_t scratch_ = 0;
   bool by_groups_ = false;
 };

@@ -51,7 +51,7 @@ void RowNest::look_at_code() {
       to_.refuse("a load or store has {} strides for {} dimensions", one.strides.size(), rank());
   }
   // On a GPU a thread computes them for each of its elements: with a warp per row, too few loads would be in flight.
-  if (to_.cuda() && !reduces_ && elements() >= kManyElements) numbers_ = false;
+  if (to_.cuda() && !reduces_ && elements() / to_.parts() >= kManyElements) numbers_ = false;
   inner_ = has_numbers() ? program_.inner : rank();
   if (reduces_ && program_.axis >= rank() - inner_) to_.refuse("its tiles cut rows that it reduces");
 }
@@ -219,13 +219,17 @@ void RowNest::open(const RowLoop& loop) {
 std::string RowNest::base(const Instruction& one, bool columns) {
   std::vector<std::string> indices;
   std::vector<int64_t> strides;
+  bool tiled = false;
   for (const RowLoop& loop : loops_) {
     if (is_vector(loop) || (loop.column && !columns)) continue;
     indices.push_back(loop.name);
     strides.push_back(stride(one, loop));
+    tiled = tiled || loop.tiled;
   }
-  const std::string offset = cpp_offset(indices, strides);
+  std::string offset = cpp_offset(indices, strides);
   const std::string pointer = to_.element_pointer(one.value, one.kind == Kind::store);
+  if (const int64_t part = to_.kept_part(one.value); part > 0 && tiled)
+    offset = formatted("({} - begin * {})", offset, part);
   return offset == "0" ? pointer : pointer + " + " + offset;
 }
 

@@ -40,8 +40,9 @@ void emit_added(FunctionWriter& to, const AttentionStage& attention, const std::
   const Value &k = to.value(attention.k), &key = to.value(added.k), &value = to.value(added.v);
   const std::string position = to.pointer(added.position, false);
   const std::string cache_at = to.pointer_later(added.cache, false), k_at = to.pointer_later(attention.k, true);
-  const std::string new_v = at(to.pointer(added.v, false), indices, {0, value.strides[1]}),
-                    new_k = at(to.pointer(added.k, false), indices, {0, key.strides[1]});
+  const auto step = [&](int made, const Value& rows) { return to.kept_part(made) > 0 ? 0 : rows.strides[1]; };
+  const std::string new_v = at(to.pointer(added.v, false), indices, {0, step(added.v, value)}),
+                    new_k = at(to.pointer(added.k, false), indices, {0, step(added.k, key)});
   to.open("{}, {}, {}, [&, p]() -> int64_t", call, new_k, new_v);
   to.line("const int64_t given = load_one({});", position);
   to.line("[[maybe_unused]] const int64_t begin = {}, end = begin + 1;", indices[1]);
@@ -84,7 +85,8 @@ void emit(FunctionWriter& to, const AttentionStage& attention, const std::functi
   const auto place = [&](int value, bool write, const std::vector<int64_t>& strides) {
     return at(groups ? to.pointer(value, write) : to.pointer_later(value, write), indices, strides);
   };
-  const std::string q_at = place(attention.q, false, head_strides(q, heads));
+  const std::string q_at =
+      place(attention.q, false, to.kept_part(attention.q) > 0 ? std::vector<int64_t>{0, 0} : head_strides(q, heads));
   const std::string k_at = place(attention.k, added, head_strides(k, 1));
   const std::string v_at = place(attention.v, added, head_strides(v, 1));
   const std::string out_at = place(attention.out, true, head_strides(out, heads));

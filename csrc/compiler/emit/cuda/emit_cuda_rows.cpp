@@ -15,7 +15,7 @@ namespace ark::compiler {
 void RowEmitter::open_threads() {
   if (choose_pieces()) return open_pieces();
   if (!nest_.has_numbers()) {
-    if (nest_.rows() * nest_.columns() < RowNest::kManyElements) return;
+    if (nest_.rows() * nest_.columns() / to_.parts() < RowNest::kManyElements) return;
     turns_ = code_.size() <= (nest_.loops().size() == 1 ? kShortProgram : kShortAmongPlaces) ? 8 : 4;
     return to_.open("for_blocks<{}>({}, [&](int64_t first, int64_t past)", turns_, nest_.count(true));
   }
@@ -28,7 +28,9 @@ void RowEmitter::open_threads() {
   const int64_t turns = whole_columns() && nest_.columns() % whole == 0 ? whole : least;
   turns_ = turns <= kMostTurns ? static_cast<int>(turns) : 0;
   in_runs_ = turns_ > 1 && (turns_ & (turns_ - 1)) == 0 && nest_.columns() % turns_ == 0 && whole_columns();
-  const std::string warps = to_.first_thread() == 0 ? "Warp" : formatted("WarpFrom<{}>", to_.first_thread() / 32);
+  const std::string warps = to_.parts() > 1            ? formatted("WarpAnew<{}>", to_.first_thread())
+                            : to_.first_thread() == 0 ? "Warp"
+                                                      : formatted("WarpFrom<{}>", to_.first_thread() / 32);
   to_.line("using Group = {};", narrow ? warps : several ? "Warps4" : "Block");
   to_.open("for_rows<Group>({}, [&]([[maybe_unused]] int64_t row)", nest_.count(false));
   nest_.take_apart("row", false);
@@ -130,7 +132,9 @@ void RowEmitter::kept_array(int i) {
 
 void RowEmitter::pass_of_threads(const Registers& need, const std::set<int>& keep) {
   const bool turns = turns_ > 0;
-  const std::string from = to_.first_thread() == 0 ? "" : formatted("<{}>", to_.first_thread());
+  const std::string from = to_.parts() > 1            ? formatted("_anew<{}>", to_.first_thread())
+                           : to_.first_thread() == 0 ? ""
+                                                     : formatted("<{}>", to_.first_thread());
   std::string over;
   if (nest_.has_numbers())
     over = turns ? formatted("{}<Group, {}>({}", in_runs_ ? "for_runs" : "for_columns", turns_, nest_.count(true))
