@@ -228,6 +228,10 @@ TABLES: dict[str, Callable[[Load], str]] = {
         "python benchmarks/loop_account.py --model bert-large",
         lambda load: loop_account(load, "loop_account_bert-large_h100"),
     ),
+    "loop-account-prefill": once_measured(
+        'python benchmarks/loop_account.py --model "llama-1b prefill 2048"',
+        lambda load: loop_account(load, "loop_account_llama-1b-prefill-2048_h100"),
+    ),
     "serving-cpu": once_measured("python benchmarks/serving.py", lambda load: serving(load, "serving_cpu")),
     "serving-h200": once_measured(
         "python benchmarks/serving.py --device cuda", lambda load: serving(load, "serving_h200")
