@@ -13,7 +13,7 @@ from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "compile"))
 
-import models  # noqa: E402
+import models
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("fresh_compiler")]
 

@@ -93,7 +93,11 @@ Decoding batch_of(Batch one) {
   Decoding made;
   GraphBuilder& builder = made.builder;
   const bool large = one == Batch::one_at_a_time || one == Batch::half_a_buffer;
-  const int64_t batch = one == Batch::half_a_buffer ? 4 : large ? 8 : one == Batch::too_many_heads ? 17 : 3, positions = large ? 40 : 300;
+  const int64_t batch = one == Batch::half_a_buffer    ? 4
+                        : large                        ? 8
+                        : one == Batch::too_many_heads ? 17
+                                                       : 3,
+                positions = large ? 40 : 300;
   const int64_t columns = large ? 64 : 4;
   const int keys = builder.input({batch, 2, positions, columns}, ScalarType::f32, true);
   const int values = builder.input({batch, 2, positions, columns}, ScalarType::f32, true);
@@ -167,14 +171,13 @@ TEST(AppendedPositions, ByTheTasksThatLookAtThem) {
 }
 
 TEST(AppendedPositions, OfABatch) {
-  for (const Batch one :
-       {Batch::of_three, Batch::turned, Batch::as_they_are, Batch::one_at_a_time, Batch::half_a_buffer,
-        Batch::own_places, Batch::own_masks, Batch::too_many_heads}) {
+  for (const Batch one : {Batch::of_three, Batch::turned, Batch::as_they_are, Batch::one_at_a_time,
+                          Batch::half_a_buffer, Batch::own_places, Batch::own_masks, Batch::too_many_heads}) {
     const auto name = static_cast<int>(one);
     const bool wanted = one <= Batch::one_at_a_time;
     for (const double place : {0.0, 39.0, 255.0, 299.0}) {
       if (place > 39 && (one == Batch::one_at_a_time || one == Batch::half_a_buffer)) continue;
-      if (one == Batch::own_places) continue;  // the interpreter takes one index for all
+      if (one == Batch::own_places) continue;    // the interpreter takes one index for all
       for (const int workers : {1, kWorkers}) {  // 1: the CPU, where keys are stored through the index, too
         Decoding made = batch_of(one);
         expect_same(
