@@ -21,11 +21,11 @@ namespace {
 
 using Instruction = RowProgram::Instruction;
 
-// Heads of one worker. Each takes its turn to compute queries and the new position, which the stages left out computed
-// for all heads side by side. Assumed, not measured.
+// The most heads per worker. For each in turn it computes queries and the new position; separate stages compute those
+// of all heads side by side. Assumed, not measured.
 constexpr int64_t kMostTurns = 4;
 
-// Bytes of shared memory that `parts` equal parts of such buffers take one by one.
+// Bytes of shared memory for one of `parts` equal parts of each buffer.
 int64_t kept_bytes(std::initializer_list<int64_t> buffers, int64_t parts) {
   int64_t all = 0;
   for (const int64_t bytes : buffers) all += (bytes / parts + 15) / 16 * 16;
@@ -172,8 +172,8 @@ bool Appender::own_tiles(const Stage& stage) const {
   return true;
 }
 
-// Whether each head's share of every buffer that the programs make is that part of its bytes, so that one is kept at a
-// time.
+// Whether each buffer that the programs write consists of equal parts, one per head, in order: then one head's can be
+// kept at a time.
 bool Appender::in_equal_parts(const Stage& stage) const {
   for (const int buffer : made_buffers(graph_, stage)) {
     const int64_t bytes = graph_.buffers()[static_cast<size_t>(buffer)].bytes;

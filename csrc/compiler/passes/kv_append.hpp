@@ -6,8 +6,8 @@
 // computes its own queries and its head's new key and value meanwhile, and takes the new ones from shared memory. The
 // task whose block contains the position also writes them to the caches. All that precedes is a product's packets.
 //
-// The heads of a batch of sequences are as many heads of one: attention has merged both dimensions (fuse_single.cpp),
-// and so are the caches here. A task handles its heads one after the other.
+// A batch of sequences at the same position is one sequence with more heads: attention has these dimensions merged
+// (attention_stage() in fuse_single.cpp).
 #pragma once
 
 #include <vector>
@@ -23,8 +23,8 @@ std::vector<Stage> fuse_kv_append(Graph& graph, std::vector<Stage> stages, const
 // The buffers that the programs of such a stage write, which stay in a block's shared memory (kKeptBytes): of queries,
 // of new keys and of new values.
 std::vector<int> made_buffers(const Graph& graph, const Stage& stage);
-// Whether those of all heads stay there. Otherwise those of one head do at a time, as many heads as a batch has are too
-// much.
+// Whether they have room for all heads. Otherwise, as with a large batch, they have room for one: a task makes, and
+// then uses, what belongs to one head after the other.
 bool keeps_all_heads(const Graph& graph, const Stage& stage);
 
 }  // namespace ark::compiler

@@ -68,9 +68,9 @@ std::optional<NewRow> row_of_scatter(Graph& graph, const Stage& writer, const Sc
   const auto value = [&](int index) -> const Value& { return graph.values()[static_cast<size_t>(index)]; };
   const Value base = with_merged_batch(value(scatter.base)), source = with_merged_batch(value(scatter.source));
   const int64_t heads = cache.shape[1], columns = cache.shape[3];
-  if (base.shape.size() != 4 || scatter.dim != 2 || scatter.along || scatter.accumulate || !of_one_element(value(scatter.index)) ||
-      source.shape != Shape{1, heads, 1, columns} || base.type != cache.type || source.type != cache.type ||
-      base.shape[0] != 1 || base.shape[1] != heads || base.shape[3] != columns ||
+  if (base.shape.size() != 4 || scatter.dim != 2 || scatter.along || scatter.accumulate ||
+      !of_one_element(value(scatter.index)) || source.shape != Shape{1, heads, 1, columns} || base.type != cache.type ||
+      source.type != cache.type || base.shape[0] != 1 || base.shape[1] != heads || base.shape[3] != columns ||
       !std::equal(base.strides.begin() + 1, base.strides.end(), cache.strides.begin() + 1))
     return std::nullopt;
   NewRow row;

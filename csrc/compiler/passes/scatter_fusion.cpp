@@ -1,8 +1,8 @@
 // Fuses a program into the scatter that copies its result; see scatter_fusion.hpp.
 //
 // The program's stores to the scatter's source become indexed stores (stage.hpp). Each dimension of the program must
-// walk one dimension of the source, as the base has the same dimensions with other strides; no other stage may touch
-// the source; and no stage in between may depend on the program.
+// walk one dimension of the source, as the base has the same dimensions with other strides, or adjacent ones that merge
+// in both; no other stage may touch the source; and no stage in between may depend on the program.
 #include "compiler/passes/scatter_fusion.hpp"
 
 #include <algorithm>
@@ -105,7 +105,7 @@ class ScatterFuser {
   bool redirect(const RowProgram& program, const ScatterStage& scatter, Instruction& store) {
     Value source = value(scatter.source), base = value(scatter.base);
     auto dim = static_cast<size_t>(scatter.dim);
-    // The program may have merged dimensions, as of the batch and heads. A walk in merged ones finds any that it kept.
+    // The program may have merged dimensions, such as batch and heads. Its separate ones walk merged ones, too.
     for (size_t d = dim; d-- > 1;) {
       if (source.shape[d - 1] == 1 || source.shape[d] == 1 || !merges(source, d - 1, source.shape[d]) ||
           !merges(base, d - 1, source.shape[d]))

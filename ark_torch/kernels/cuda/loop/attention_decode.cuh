@@ -79,8 +79,8 @@ ARK_LOOP int64_t decode_rows(QAt q, KAt k, VAt v, const M* mask, int first, floa
   };
   if constexpr (!Added::kAny) load_query();
   int64_t added_at = -1;
-  // For long heads the programs that make the new position leave no registers for values in flight.
-  constexpr bool kValuesLast = Added::kAny && Columns > 64;
+  // For long heads or many positions the programs that make the new position leave no registers for values in flight.
+  constexpr bool kValuesLast = Added::kAny && (Columns > 64 || Shape::kUnits > 1);
   static_assert(!kValuesLast || (Shape::kOnce && Shape::kWhole));
   const AttentionRow rows[2] = {row_at(first + 2 * j), row_at(first + 2 * j + 1)};
 

@@ -122,8 +122,8 @@ struct WarpFrom : Warp {
   static ARK_LOOP int group() { return (warp() + kWarps - kFirst) % kWarps; }
 };
 
-// The same for work that a task repeats around other work that needs all registers (csrc/compiler/passes/kv_append.hpp):
-// no register keeps anything of the thread's number until the next time.
+// The same for code that a task repeats between code that needs all registers (csrc/compiler/passes/kv_append.hpp): no
+// register keeps anything derived from the thread's number until the next time.
 template <int kFirst>
 struct WarpAnew : Warp {
   static ARK_LOOP int rank() { return thread_anew() & 31; }

@@ -89,7 +89,8 @@ void StageFunctions::write_appended(FunctionWriter& writer, const Stage& stage) 
     for (size_t i = 0; i < programs.size(); ++i) {
       writer.open("");
       writer.turn_to(*programs[i]);
-      writer.begin_with(i == 0 ? 0 : loop::kThreads - static_cast<int>(programs.size() - i) * kThreadsOfRow, all ? 1 : stage.extent);
+      writer.begin_with(i == 0 ? 0 : loop::kThreads - static_cast<int>(programs.size() - i) * kThreadsOfRow,
+                        all ? 1 : stage.extent);
       emit(writer, std::get<RowProgram>(programs[i]->body));
       writer.close();
     }

@@ -56,13 +56,13 @@ class FunctionWriter {
   void multiply_by_groups() { by_groups_ = true; }
   bool by_groups() const { return by_groups_; }
   // The buffer's values are not operands: they stay in the block's kept_bytes() from a task's first half to its second
-  // (prologue_fusion.hpp). With several `parts`, of equal size, a single one stays there at a time: the one of index
-  // `begin`, which the text turns to one by one (kv_append.hpp).
+  // (prologue_fusion.hpp). With several `parts`, of equal size, only part `begin` stays there: the text handles one
+  // after the other (kv_append.hpp).
   void keep(int buffer, int64_t parts = 1);
-  // The number of the value's elements in a part if a single one is kept; else 0.
+  // The elements of a part if only one part is kept; else 0.
   int64_t kept_part(int value) const;
   // The first thread for work that takes few of a block's threads. Concurrent pieces of work start at different ones.
-  // With several `parts`, the text is repeated for parts of the stage's work, among work that needs all registers.
+  // `parts`: as for keep(). The text then runs once per part, between code that needs all registers.
   void begin_with(int thread, int64_t parts) {
     first_thread_ = thread;
     parts_ = parts;
@@ -127,7 +127,7 @@ class FunctionWriter {
     std::set<size_t> named, kept;  // operands, kept values
   };
   std::vector<Block> blocks_{{0, "  ", {}, {}}};
-  std::map<int, Push> polled_;    // by buffer
+  std::map<int, Push> polled_;  // by buffer
   struct Kept {
     int64_t offset = 0;
     int64_t part = 0;  // bytes of a part; 0: the whole buffer is kept

@@ -28,7 +28,7 @@ void RowEmitter::open_threads() {
   const int64_t turns = whole_columns() && nest_.columns() % whole == 0 ? whole : least;
   turns_ = turns <= kMostTurns ? static_cast<int>(turns) : 0;
   in_runs_ = turns_ > 1 && (turns_ & (turns_ - 1)) == 0 && nest_.columns() % turns_ == 0 && whole_columns();
-  const std::string warps = to_.parts() > 1            ? formatted("WarpAnew<{}>", to_.first_thread())
+  const std::string warps = to_.parts() > 1           ? formatted("WarpAnew<{}>", to_.first_thread())
                             : to_.first_thread() == 0 ? "Warp"
                                                       : formatted("WarpFrom<{}>", to_.first_thread() / 32);
   to_.line("using Group = {};", narrow ? warps : several ? "Warps4" : "Block");
@@ -132,7 +132,7 @@ void RowEmitter::kept_array(int i) {
 
 void RowEmitter::pass_of_threads(const Registers& need, const std::set<int>& keep) {
   const bool turns = turns_ > 0;
-  const std::string from = to_.parts() > 1            ? formatted("_anew<{}>", to_.first_thread())
+  const std::string from = to_.parts() > 1           ? formatted("_anew<{}>", to_.first_thread())
                            : to_.first_thread() == 0 ? ""
                                                      : formatted("<{}>", to_.first_thread());
   std::string over;

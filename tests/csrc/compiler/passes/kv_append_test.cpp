@@ -8,6 +8,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <set>
 #include <string>
 
 #include "compiler/emit/cuda/emit_cuda.hpp"
@@ -32,6 +33,18 @@ enum class Case {
   between,          // the cache is read after the append, before attention
   two_places,       // one for keys, another for values
   part_of_a_cache,  // attention reads only the first positions
+};
+
+// A batch of sequences that are at the same position.
+enum class Batch {
+  of_three,
+  turned,          // rotary embeddings, by halves
+  as_they_are,     // keys are copied without rotation
+  one_at_a_time,   // too much for shared memory: a task keeps what it makes of one head
+  half_a_buffer,   // the same, but the queries are the first half of a buffer
+  own_places,      // every sequence is at another position
+  own_masks,       // and has a mask of its own
+  too_many_heads,  // for each worker
 };
 
 struct Decoding {
@@ -72,6 +85,45 @@ Decoding decoding(Case one) {
   std::vector<int> inputs{q, keys, values};
   if (one == Case::part_of_a_cache) inputs = {q, builder.slice(keys, 2, 0, 280), builder.slice(values, 2, 0, 280)};
   builder.into(builder.output({1, 6, queries, 4}), "attention", inputs, {{"scale", 0.5}});
+  return made;
+}
+
+// Six query heads on two key heads, in each of a batch of sequences.
+Decoding batch_of(Batch one) {
+  Decoding made;
+  GraphBuilder& builder = made.builder;
+  const bool large = one == Batch::one_at_a_time || one == Batch::half_a_buffer;
+  const int64_t batch = one == Batch::half_a_buffer    ? 4
+                        : large                        ? 8
+                        : one == Batch::too_many_heads ? 17
+                                                       : 3,
+                positions = large ? 40 : 300;
+  const int64_t columns = large ? 64 : 4;
+  const int keys = builder.input({batch, 2, positions, columns}, ScalarType::f32, true);
+  const int values = builder.input({batch, 2, positions, columns}, ScalarType::f32, true);
+  const bool own = one == Batch::own_places;
+  made.index = builder.input(own ? Shape{batch, 2, 1, columns} : Shape{1}, ScalarType::i64);
+  const auto heads = [&](int64_t count) {
+    return builder.reshape(builder.input({batch, count * columns}), {batch, count, 1, columns});
+  };
+  const auto made_of = [&](int x) {
+    return one == Batch::turned ? turned(builder, x) : builder.pointwise("mul", {x, builder.input({columns})});
+  };
+  int q = heads(6);
+  const int k = heads(2), v = heads(2);
+  if (one == Batch::half_a_buffer) {
+    const int half = builder.slice(builder.temporary({2 * batch, 6, 1, columns}), 0, 0, batch);
+    builder.into(half, "mul", {q, builder.input({columns})});
+    q = half;
+  } else {
+    q = made_of(q);
+  }
+  const Attributes along{{"dim", int64_t{2}}, {"along", own}};
+  builder.into(keys, "scatter", {keys, made.index, one == Batch::as_they_are ? k : made_of(k)}, along);
+  builder.into(values, "scatter", {values, made.index, v}, along);
+  std::vector<int> inputs{q, keys, values};
+  if (one == Batch::own_masks) inputs.push_back(builder.input({batch, 1, 1, positions}));
+  builder.into(builder.output({batch, 6, 1, columns}), "attention", inputs, {{"scale", 0.5}});
   return made;
 }
 
@@ -116,6 +168,64 @@ TEST(AppendedPositions, ByTheTasksThatLookAtThem) {
     }
     EXPECT_TRUE(appended(make_plan(decoding(one).builder.graph, target_named("cpu", kWorkers)).stages).empty());
   }
+}
+
+TEST(AppendedPositions, OfABatch) {
+  for (const Batch one : {Batch::of_three, Batch::turned, Batch::as_they_are, Batch::one_at_a_time,
+                          Batch::half_a_buffer, Batch::own_places, Batch::own_masks, Batch::too_many_heads}) {
+    const auto name = static_cast<int>(one);
+    const bool wanted = one <= Batch::one_at_a_time;
+    for (const double place : {0.0, 39.0, 255.0, 299.0}) {
+      if (place > 39 && (one == Batch::one_at_a_time || one == Batch::half_a_buffer)) continue;
+      if (one == Batch::own_places) continue;    // the interpreter takes one index for all
+      for (const int workers : {1, kWorkers}) {  // 1: the CPU, where keys are stored through the index, too
+        Decoding made = batch_of(one);
+        expect_same(
+            made.builder.graph,
+            [&](Memory& memory) {
+              fill_inputs(memory, made.builder.graph);
+              std::vector<double>& cells = memory.cells[static_cast<size_t>(made.builder.at(made.index).buffer)];
+              std::fill(cells.begin(), cells.end(), place);
+            },
+            3, workers);
+      }
+    }
+    Decoding made = batch_of(one);
+    const std::vector<Stage> stages = stages_for(made.builder.graph, kWorkers);
+    EXPECT_EQ(appended(stages).size(), wanted ? 1u : 0u) << name;
+    for (const Stage& stage : stages) EXPECT_FALSE(wanted && std::holds_alternative<ScatterStage>(stage.body)) << name;
+    for (const bool multi_step : {false, true}) {
+      const Plan plan = make_plan(batch_of(one).builder.graph, gpu_target("sm_90a", kWorkers), multi_step);
+      EXPECT_EQ(emit_cuda(plan).text.find("return index_fits(") != std::string::npos, wanted) << name;
+    }
+  }
+}
+
+// The offsets in shared memory at which a source keeps what tasks make.
+std::set<int64_t> kept_offsets(const std::string& source) {
+  static const std::string before = "kept_bytes() + ";
+  std::set<int64_t> found;
+  for (size_t at = source.find(before); at != std::string::npos; at = source.find(before, at + 1))
+    found.insert(std::stoll(source.substr(at + before.size())));
+  return found;
+}
+
+TEST(AppendedPositions, OneHeadAtATimeWhereAllAreTooMuch) {
+  const auto source = [](Batch one) {
+    return emit_cuda(make_plan(batch_of(one).builder.graph, gpu_target("sm_90a", kWorkers))).text;
+  };
+  // Queries of 18 heads, then rows of 6 heads, of 16 bytes each.
+  const std::string all = source(Batch::of_three);
+  EXPECT_EQ(kept_offsets(all), (std::set<int64_t>{0, 288, 384}));
+  EXPECT_EQ(all.find("- begin * 12)"), std::string::npos);
+  EXPECT_EQ(all.find("_anew"), std::string::npos);
+  // Queries of 3 heads, then a row, of 256 bytes each. Programs store what they make of head `begin` from the start.
+  const std::string one = source(Batch::one_at_a_time);
+  EXPECT_EQ(kept_offsets(one), (std::set<int64_t>{0, 768, 1024}));
+  EXPECT_NE(one.find("- begin * 192)"), std::string::npos);
+  EXPECT_NE(one.find("- begin * 64)"), std::string::npos);
+  EXPECT_NE(one.find("for_elements_anew<0>"), std::string::npos);
+  EXPECT_NE(one.find("attend<64, 64, s>(context, kept0, "), std::string::npos);
 }
 
 TEST(AppendedPositions, TheValidatorLooksAtWhoseRowsTheyRead) {

@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <functional>
 #include <random>
 
@@ -86,6 +87,42 @@ TEST(SplitDepth, WhatIsShallowSeenOrReadTwiceStaysWhole) {
   twice.builder.copy_out(other);
   twice.builder.copy_out(twice.builder.pointwise("add", {twice.product, twice.residual()}, kHalf));
   EXPECT_EQ(products_in(twice), 2u);
+}
+
+// Decoding of 20 sequences: the queries, keys and values that attention makes itself are sums of parts (kv_append.hpp).
+TEST(SplitDepth, SoDoProgramsInsideAttention) {
+  constexpr int64_t kBatch = 20, kColumns = 8, kPositions = 40, kDepth = 2048;
+  GraphBuilder builder;
+  const int rows = builder.input({kBatch, kDepth}, kHalf), index = builder.input({1}, ScalarType::i64);
+  const auto heads = [&](int64_t count) {
+    const int weights = builder.transpose(builder.parameter({count * kColumns, kDepth}, kHalf));
+    return builder.reshape(builder.matmul(rows, weights, -1, kHalf), {kBatch, count, 1, kColumns});
+  };
+  const auto scaled = [&](int x) { return builder.pointwise("mul", {x, builder.input({kColumns}, kHalf)}, kHalf); };
+  const int keys = builder.input({kBatch, 2, kPositions, kColumns}, kHalf, true);
+  const int values = builder.input({kBatch, 2, kPositions, kColumns}, kHalf, true);
+  const int q = scaled(heads(6));
+  builder.into(keys, "scatter", {keys, index, scaled(heads(2))}, {{"dim", int64_t{2}}});
+  builder.into(values, "scatter", {values, index, heads(2)}, {{"dim", int64_t{2}}});
+  builder.into(builder.output({kBatch, 6, 1, kColumns}, kHalf), "attention", {q, keys, values}, {{"scale", 0.5}});
+  expect_same(
+      builder.graph,
+      [&](Memory& memory) {
+        fill(memory, builder.graph);
+        std::vector<double>& cells = memory.cells[static_cast<size_t>(builder.at(index).buffer)];
+        std::fill(cells.begin(), cells.end(), 11);
+      },
+      3, kWorkers);
+  EXPECT_NO_THROW(make_plan(builder.graph, gpu_target("sm_90a", kWorkers)));
+  const std::vector<Stage> stages = stages_for(builder.graph, kWorkers);
+  ASSERT_FALSE(stages.empty());
+  const Stage& last = stages.back();
+  ASSERT_EQ(last.tail.size(), 3u);
+  std::vector<const Stage*> programs{&last, &last.tail[0], &last.tail[1]};
+  for (const Stage* const one : programs) {
+    const auto& code = std::get<RowProgram>(one->body).code;
+    EXPECT_TRUE(std::any_of(code.begin(), code.end(), [](const auto& load) { return load.parts.count > 1; }));
+  }
 }
 
 }  // namespace split_depth_test
