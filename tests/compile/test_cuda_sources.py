@@ -107,13 +107,15 @@ def test_other_llamas(sources: Sources, compiled: Any, sizes: tuple[int, int, in
 @pytest.mark.parametrize("batch", [2, 4, 16, 32])
 @pytest.mark.parametrize("size", [64, 128])
 def test_a_batch_of_sequences(sources: Sources, compiled: Any, size: int, batch: int) -> None:
-    """Attention's tasks make the queries and append to the caches, head by head."""
+    """With a task for each key head, these make the queries and append to the caches."""
     config = models.Config(2048, 1, 2048 // size, 512 // size, 256, 64, 576)
     call, _ = compiled(models.Llama(config, batch, torch.bfloat16).eval(), dynamic=False, fallback=False)
     call(torch.randint(0, 64, (batch, 1)), torch.tensor([500]))
+    appends = "return index_fits(" in sources.found[0]
+    if batch == 16 and size == 64:
+        assert appends and "WarpAnew<" in sources.found[0]
     if sources.arch == "sm_90a":
-        assert not {"rotary", "index_copy_", "rotary+index_copy_"} & set(sources.stages())
-    assert "return index_fits(" in sources.found[0] and "WarpAnew<" in sources.found[0]
+        assert appends != bool({"rotary", "index_copy_", "rotary+index_copy_"} & set(sources.stages()))
     sources.check()
 
 

@@ -21,10 +21,6 @@ namespace {
 
 using Instruction = RowProgram::Instruction;
 
-// The most heads per worker. For each in turn it computes queries and the new position; separate stages compute those
-// of all heads side by side. Assumed, not measured.
-constexpr int64_t kMostTurns = 4;
-
 // Bytes of shared memory for one of `parts` equal parts of each buffer.
 int64_t kept_bytes(std::initializer_list<int64_t> buffers, int64_t parts) {
   int64_t all = 0;
@@ -192,9 +188,10 @@ void Appender::append(size_t first, size_t last) {
   const AttentionStage attention = std::get<AttentionStage>(stages_[first].body);
   const Value q = value(attention.q), k = value(attention.k), v = value(attention.v);
   const int64_t heads = k.shape[1];
-  if (!takes_few_rows(graph_, attention) || q.shape[0] != 1 || stages_[first].extent != heads ||
-      heads > kMostTurns * target_.workers)
-    return;
+  // Every part's task repeats the programs, and a worker with several heads makes their rows one after the other, where
+  // separate stages share all of it out.
+  const bool in_parts = last - first > 1, repeats = in_parts || heads > target_.workers;
+  if (!takes_few_rows(graph_, attention) || q.shape[0] != 1 || stages_[first].extent != heads) return;
   const auto queries = writer(first, attention.q), keys = writer(first, attention.k),
              values = writer(first, attention.v);
   if (!queries || !keys || !values || *keys == *values || k.buffer == v.buffer) return;
@@ -212,6 +209,7 @@ void Appender::append(size_t first, size_t last) {
     return;
   const std::optional<NewRow> key = new_row(graph_, stages_[*keys], k), one = new_row(graph_, stages_[*values], v);
   if (!key || !one) return;
+  if (repeats && (key->sequences > 1 || one->sequences > 1)) return;
   const auto &at = key->place, &beside = one->place;
   const Value place = value(at.position), other = value(beside.position);
   if (place.buffer != other.buffer || place.offset != other.offset || place.type != other.type ||
@@ -229,7 +227,7 @@ void Appender::append(size_t first, size_t last) {
     next += keys_of.shape[2];
     parts.push_back(whole(stages_[part], turned, *key, *one));
     if (!own_tiles(parts.back())) return;
-    if (!keeps_all_heads(graph_, parts.back()) && !in_equal_parts(parts.back())) return;
+    if (!keeps_all_heads(graph_, parts.back()) && (repeats || !in_equal_parts(parts.back()))) return;
   }
   if (next != at.size) return;
   std::move(parts.begin(), parts.end(), stages_.begin() + static_cast<std::ptrdiff_t>(first));

@@ -79,6 +79,7 @@ std::optional<NewRow> row_of_scatter(Graph& graph, const Stage& writer, const Sc
   row.row.shape = {heads, columns};
   row.row.strides = {columns, 1};
   row.cache = base.offset;
+  row.sequences = value(scatter.base).shape[0];
   row.place = {.position = scatter.index, .size = base.shape[2], .dim = scatter.dim, .wrap = scatter.wrap};
   Value from = source;
   from.shape = row.row.shape;

@@ -13,6 +13,7 @@ struct NewRow {
   Stage stage;
   Value row;                    // what the program stores, dense by head, at any address
   int64_t cache = 0;            // element of the buffer at which position 0 is
+  int64_t sequences = 1;        // of a batch, as far as it is known
   AttentionStage::Added place;  // without the values
 };
 

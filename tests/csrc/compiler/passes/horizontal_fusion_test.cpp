@@ -50,9 +50,10 @@ TEST(MergedProducts, ShareRowsAndTheirWidthsHaveACommonPart) {
     std::vector<size_t> products;
     int64_t extent;  // of the first
   };
-  for (const Case& one : {Case{1, {24, 6, 6}, {3}, 6}, Case{3, {24, 12, 12}, {3}, 12}, Case{8, {18, 18}, {2}, 18},
-                          Case{9, {24, 6}, {1, 1}, 24}, Case{1, {24, 7, 12}, {2, 1}, 12}, Case{2, {5, 5}, {2}, 5},
-                          Case{2, {10, 5}, {1, 1}, 10}, Case{1, {12, 12, 12, 12, 12, 12}, {4, 2}, 12}}) {
+  for (const Case& one :
+       {Case{1, {24, 6, 6}, {3}, 6}, Case{3, {24, 12, 12}, {3}, 12}, Case{8, {18, 18}, {2}, 18},
+        Case{16, {24, 6}, {2}, 6}, Case{17, {24, 6}, {1, 1}, 24}, Case{1, {24, 7, 12}, {2, 1}, 12},
+        Case{2, {5, 5}, {2}, 5}, Case{2, {10, 5}, {1, 1}, 10}, Case{1, {12, 12, 12, 12, 12, 12}, {4, 2}, 12}}) {
     GraphBuilder builder;
     const int a = builder.input({one.rows, 12});
     for (size_t i = 0; i < one.widths.size(); ++i)
@@ -105,7 +106,7 @@ int silu(GraphBuilder& builder, int x) {
 }
 
 TEST(JoinedPointwise, BothHalvesOfAGateAndItAreOneStage) {
-  for (const int64_t rows : {1, 4, 8}) {
+  for (const int64_t rows : {1, 4, 8, 16}) {
     for (const bool seen : {false, true}) {
       const int64_t width = rows == 1 ? 40 : 520;  // pointwise stages would take short rows as one
       GraphBuilder builder;

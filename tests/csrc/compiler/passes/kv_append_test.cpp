@@ -94,7 +94,7 @@ Decoding batch_of(Batch one) {
   GraphBuilder& builder = made.builder;
   const bool large = one == Batch::one_at_a_time || one == Batch::half_a_buffer;
   const int64_t batch = one == Batch::half_a_buffer    ? 4
-                        : large                        ? 8
+                        : large                        ? 4
                         : one == Batch::too_many_heads ? 17
                                                        : 3,
                 positions = large ? 40 : 300;
@@ -199,6 +199,15 @@ TEST(AppendedPositions, OfABatch) {
       EXPECT_EQ(emit_cuda(plan).text.find("return index_fits(") != std::string::npos, wanted) << name;
     }
   }
+}
+
+TEST(AppendedPositions, OfABatchWithPartsByStagesOfTheirOwn) {
+  Decoding made = batch_of(Batch::turned);
+  const std::vector<Stage> stages = stages_for(made.builder.graph, 64);
+  EXPECT_GT(
+      std::count_if(stages.begin(), stages.end(), [](const Stage& stage) { return attention_of(stage) != nullptr; }),
+      1);
+  EXPECT_TRUE(appended(stages).empty());
 }
 
 // The offsets in shared memory at which a source keeps what tasks make.

@@ -92,6 +92,7 @@ TEST(SplitDepth, WhatIsShallowSeenOrReadTwiceStaysWhole) {
 // Decoding of 20 sequences: the queries, keys and values that attention makes itself are sums of parts (kv_append.hpp).
 TEST(SplitDepth, SoDoProgramsInsideAttention) {
   constexpr int64_t kBatch = 20, kColumns = 8, kPositions = 40, kDepth = 2048;
+  constexpr int kEnough = 2 * kBatch;  // a worker for each key head
   GraphBuilder builder;
   const int rows = builder.input({kBatch, kDepth}, kHalf), index = builder.input({1}, ScalarType::i64);
   const auto heads = [&](int64_t count) {
@@ -112,9 +113,9 @@ TEST(SplitDepth, SoDoProgramsInsideAttention) {
         std::vector<double>& cells = memory.cells[static_cast<size_t>(builder.at(index).buffer)];
         std::fill(cells.begin(), cells.end(), 11);
       },
-      3, kWorkers);
-  EXPECT_NO_THROW(make_plan(builder.graph, gpu_target("sm_90a", kWorkers)));
-  const std::vector<Stage> stages = stages_for(builder.graph, kWorkers);
+      3, kEnough);
+  EXPECT_NO_THROW(make_plan(builder.graph, gpu_target("sm_90a", kEnough)));
+  const std::vector<Stage> stages = stages_for(builder.graph, kEnough);
   ASSERT_FALSE(stages.empty());
   const Stage& last = stages.back();
   ASSERT_EQ(last.tail.size(), 3u);
