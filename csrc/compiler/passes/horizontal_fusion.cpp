@@ -12,12 +12,14 @@ namespace ark::compiler {
 
 namespace {
 
-constexpr int64_t kMostMergedRows = 16;  // with more, registers run out for the addresses of several products
+// With more rows registers run out for the addresses of several products, with codes sooner.
+constexpr int64_t kMostMergedRows = 16, kMostMergedCodedRows = 8;
 constexpr size_t kMostMerged = 4;
 
 const MatmulStage* mergeable(const Graph& graph, const Stage& stage) {
   const auto* product = std::get_if<MatmulStage>(&stage.body);
-  if (product == nullptr || product->batch != 1 || product->m > kMostMergedRows || product->tile_columns > 0 ||
+  if (product == nullptr || product->batch != 1 ||
+      product->m > (product->codes.bits == 0 ? kMostMergedRows : kMostMergedCodedRows) || product->tile_columns > 0 ||
       product->axis != MatmulStage::Axis::columns)
     return nullptr;
   const Value& b = graph.values()[product->b];
