@@ -207,6 +207,7 @@ at::Tensor ProcessGroupArk::allocate_registered(at::IntArrayRef sizes, at::Scala
 }
 
 void ProcessGroupArk::tell_of_copies() {
+  if (!core_->shm) return;  // registered memory would not help
   if (told_of_copies_.exchange(true) || rank_ != 0 || !options_->log) return;
   options_->log(
       "group \"" + options_->group_name +

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import struct
 from typing import Any
@@ -13,6 +14,10 @@ from ark_torch import _C, _jit
 from ark_torch.compile import build
 
 MULTIPROCESSORS = 132  # as an H100 or H200
+needs_nvrtc = pytest.mark.skipif(
+    not any(one.name == "nvidia-cuda-nvrtc" for one in importlib.metadata.distributions()),
+    reason="nvidia-cuda-nvrtc is not installed",
+)
 
 
 def code_bytes(cubin: bytes) -> dict[str, int]:

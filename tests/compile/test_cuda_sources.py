@@ -5,7 +5,6 @@ tests/gpu/test_compile.py tests what they compute.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import re
 import sys
@@ -18,7 +17,7 @@ import pytest
 import recommender
 import torch
 import torch.nn.functional as F
-from cuda_sources import MULTIPROCESSORS, Sources
+from cuda_sources import MULTIPROCESSORS, Sources, needs_nvrtc
 from torch import Tensor
 
 import ark_torch
@@ -29,13 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 from llama.quantized import quantize  # in examples/
 
-pytestmark = [
-    pytest.mark.skipif(
-        not any(one.name == "nvidia-cuda-nvrtc" for one in importlib.metadata.distributions()),
-        reason="nvidia-cuda-nvrtc is not installed",
-    ),
-    pytest.mark.timeout(200),
-]
+pytestmark = [needs_nvrtc, pytest.mark.timeout(200)]
 
 # A function with many live sums, in a kernel whose threads have 64 registers each.
 SPILLING = """

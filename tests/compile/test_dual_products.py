@@ -5,7 +5,6 @@ tests/gpu/test_compile_dual.py tests what GPUs compute.
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 from collections.abc import Callable
 from typing import Any
@@ -14,14 +13,10 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
-from cuda_sources import Sources
+from cuda_sources import Sources, needs_nvrtc
 from torch import Tensor
 
 pytestmark = pytest.mark.timeout(200)
-nvrtc = pytest.mark.skipif(
-    not any(one.name == "nvidia-cuda-nvrtc" for one in importlib.metadata.distributions()),
-    reason="nvidia-cuda-nvrtc is not installed",
-)
 
 # Rows and columns that have each kind of tile on sm_90a, with this depth.
 SIZES = [(17, 77), (17, 8192), (77, 2304), (200, 2304), (2040, 1000), (1576, 2304)]
@@ -67,7 +62,7 @@ def test_on_the_cpu(compiled: Any, dtype: torch.dtype, close: float, act: Any, b
         assert float((one - exact).norm() / exact.norm()) < close
 
 
-@nvrtc
+@needs_nvrtc
 @pytest.mark.by_day("sm_90a-linear-silu-False-bfloat16")
 @pytest.mark.parametrize(
     "layout, act, biased, dtype",
@@ -93,7 +88,8 @@ def test_every_tile(sources: Sources, compiled: Any, layout: str, act: Any, bias
     sources.check()
 
 
-@nvrtc
+@pytest.mark.nightly
+@needs_nvrtc
 def test_llama_prompt(sources: Sources, compiled: Any) -> None:
     """The gate of each layer has no pass of its own, and nothing else of the prompt changes."""
     config = models.Config(256, 2, 4, 2, 1024, 64, 256)
@@ -106,7 +102,7 @@ def test_llama_prompt(sources: Sources, compiled: Any) -> None:
     sources.check()
 
 
-@nvrtc
+@needs_nvrtc
 def test_float32_and_odd_layouts(sources: Sources, compiled: Any) -> None:
     """What warp groups cannot read goes to the other kinds of tiles: float32, odd depths, every other column."""
     shapes = [(300, 1100, 64, torch.float32), (130, 150, 100, torch.bfloat16), (257, 77, 333, torch.float16)]
@@ -119,7 +115,7 @@ def test_float32_and_odd_layouts(sources: Sources, compiled: Any) -> None:
     sources.check()
 
 
-@nvrtc
+@needs_nvrtc
 def test_what_is_read_elsewhere_or_has_few_rows_stays_apart(sources: Sources, compiled: Any) -> None:
     def seen(x: Tensor, w1: Tensor, w3: Tensor) -> tuple[Tensor, Tensor]:
         one, other = F.linear(x, w1), F.linear(x, w3)

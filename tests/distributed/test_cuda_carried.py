@@ -23,10 +23,10 @@ pytestmark = [ark_only]
 SIZES = (1003, 33)  # of two segments
 
 
-def _apart(rank: Rank) -> tuple[Any, Any]:
-    """Returns a group of ranks that share no memory, and a function: what was carried since its last call."""
+def _apart(rank: Rank) -> tuple[Any, Any, Any]:
+    """Returns a group of ranks that share no memory, a function (what was carried since its last call), and its log."""
     _jit.configure()
-    group, carriers, _ = begin(rank, shared_memory=ark_torch.Options.SharedMemory.OFF)
+    group, carriers, lines = begin(rank, shared_memory=ark_torch.Options.SharedMemory.OFF)
     heard = 0
 
     def carried() -> list[str]:
@@ -35,7 +35,7 @@ def _apart(rank: Rank) -> tuple[Any, Any]:
         heard, since = len(calls), calls[heard:]
         return list(since)
 
-    return group, carried
+    return group, carried, lines
 
 
 def _on(rank: Rank, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -43,7 +43,7 @@ def _on(rank: Rank, *tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _compressed(rank: Rank) -> None:
-    group, carried = _apart(rank)
+    group, carried, _ = _apart(rank)
     world, total = rank.world_size, sum(SIZES)
     segments: tuple[Any, ...] = (SIZES, (4, 0), (128, 128), "uniform", "nearest", 7)
     x, shares, residual, far = _on(rank, torch.ones(total), torch.ones(world * total), torch.zeros(total),
@@ -69,7 +69,7 @@ def test_compressed_collectives(pretended_gpu: Any) -> None:
 
 
 def _products(rank: Rank) -> None:
-    group, carried = _apart(rank)
+    group, carried, lines = _apart(rank)
     me, world = rank.rank, rank.world_size
 
     def drawn(r: int) -> list[torch.Tensor]:
@@ -87,6 +87,7 @@ def _products(rank: Rank) -> None:
         for form in ("auto", "unfused"):
             assert torch.equal(host(operator(a, b, group, form=form)), wanted), (call, form)
             assert carried() == [call]
+    assert lines.about("registered memory") == []  # it would not help
 
 
 def test_products(pretended_gpu: Any) -> None:
@@ -95,7 +96,7 @@ def test_products(pretended_gpu: Any) -> None:
 
 def _rows(rank: Rank) -> None:
     """Tables' rows and experts' rows."""
-    group, carried = _apart(rank)
+    group, carried, lines = _apart(rank)
     table, indices, offsets = _on(rank, torch.ones(10, 8), torch.zeros(6, dtype=torch.int64), torch.arange(6))
     bags = ops.embedding_bag_all_to_all([table], [indices], [offsets], group=group)
     assert bags.shape == (3, 2, 8) and carried() == ["alltoall_base"]
@@ -103,6 +104,7 @@ def _rows(rank: Rank) -> None:
     rows, counts, handle = ops.moe_dispatch(x, ids, group, num_experts=4)
     assert rows.shape[1] == 64 and counts.shape == (2,) and "alltoall_base" in carried()
     assert ops.moe_combine(rows, handle, weights).shape == x.shape and "alltoall_base" in carried()
+    assert lines.about("registered memory") == []
 
 
 def test_rows(pretended_gpu: Any) -> None:
