@@ -43,9 +43,10 @@ class LlamaStages {
       scatter(cache_k, position, k_turned);
       scatter(cache_v, position, v);
       const int attended = temporary({1, s.heads * s.head});
-      begin("attention", "attention", AttentionStage{q_turned, cache_k, cache_v, -1, attended, 1, true}, s.kv_heads);
-      reads(view(q_turned, {1, s.heads, 1, s.head}), 1), reads(cache_k, 1), reads(cache_v, 1), reads(position);
-      writes(view(attended, {1, s.heads, 1, s.head}), 1);
+      const int queries = view(q_turned, {1, s.heads, 1, s.head}), sums = view(attended, {1, s.heads, 1, s.head});
+      begin("attention", "attention", AttentionStage{queries, cache_k, cache_v, -1, sums, 1, true}, s.kv_heads);
+      reads(queries, 1), reads(cache_k, 1), reads(cache_v, 1), reads(position);
+      writes(sums, 1);
       const int projected = matmul(attended, s.hidden, "wo");
       residual = pointwise(residual, projected, "add");
       const int normed_again = norm(residual);
