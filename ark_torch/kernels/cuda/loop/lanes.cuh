@@ -94,7 +94,6 @@ ARK_LOOP void add_octet(const Parts& parts, int lane, int slice, int column, boo
 template <class B>
 struct OneRun {
   using Element = B;
-  static constexpr bool kOneProduct = true;
   const B* b;
   int64_t stride;
   int c1;

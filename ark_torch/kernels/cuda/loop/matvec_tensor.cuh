@@ -11,9 +11,9 @@
 namespace ark::loop {
 
 inline constexpr int kTensorRows = 16;
-// Octets of columns: as many as registers allow with the addresses of rows, or of several products.
-template <class At, bool kOneProduct>
-inline constexpr int kTensorOctets = (At::kEven && kOneProduct) ? 2 : 1;
+// Octets of columns: as many as registers allow with the addresses of rows.
+template <class At>
+inline constexpr int kTensorOctets = At::kEven ? 2 : 1;
 inline constexpr int kTensorPart = 32, kTensorParts = 4;  // of depth
 
 // 16 bytes of a row of a, whose depth is a multiple of that; zeros outside the matrix.
@@ -33,7 +33,7 @@ ARK_LOOP Chunk load_row_chunk(const Product& s, const T* row, int d, bool wanted
 template <int Rows, Cache kCache, class At, class T, class Columns>
 ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const Columns& columns, int r0, int rows, int c,
                            int batches, Parts parts) {
-  constexpr int kOctets = kTensorOctets<At, Columns::kOneProduct>, kTogether = kOctets * 8,
+  constexpr int kOctets = kTensorOctets<At>, kTogether = kOctets * 8,
                 kSlice = kTensorParts * kTensorPart;
   const DepthSplit split = split_k(s.depth, kSlice);
   const int self = thread_anew(), lane = self % 32;  // re-read: no register keeps anything of it across runs
@@ -103,7 +103,7 @@ ARK_LOOP void tensor_columns(const Product& s, const At& at, const T* a, const T
                              int rows, int c0, int c1) {
   const DepthSplit split = split_k(s.depth, kTensorParts * kTensorPart);
   in_slices<Rows>(
-      rows, 1, c0, c1, split.slices, split.groups * kTensorOctets<At, true> * 8,
+      rows, 1, c0, c1, split.slices, split.groups * kTensorOctets<At> * 8,
       [&](int, int, int c, int batches, Parts parts) {
         tensor_parts<Rows, kCache>(s, at, a, OneRun<T>{b, s.b_column, c1}, r0, rows, c, batches, parts);
       },

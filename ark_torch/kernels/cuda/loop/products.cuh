@@ -45,7 +45,6 @@ struct Runs {
 template <int kTogether, class First, class... Rest>
 struct Runs<kTogether, First, Rest...> {
   using Element = typename First::Element;
-  static constexpr bool kOneProduct = sizeof...(Rest) == 0;
   static constexpr Product s = First::kProduct;
 
   const First first;
@@ -99,7 +98,7 @@ ARK_LOOP void dot_runs(AAt a, const First& first, const Rest&... rest) {
 template <int kRows, Product kShape, class A, class First, class... Rest>
 ARK_LOOP void tensor_runs(const A* a, const First& first, const Rest&... rest) {
   constexpr Product s = kShape;
-  constexpr int kTogether = kTensorOctets<EvenRows, sizeof...(Rest) == 0> * 8;
+  constexpr int kTogether = kTensorOctets<EvenRows> * 8;
   const auto runs = [&] { return Runs<kTogether, First, Rest...>(0, first.anew(), rest.anew()...); };
   const DepthSplit split = split_k(s.depth, kTensorParts * kTensorPart);
   in_slices<kRows>(

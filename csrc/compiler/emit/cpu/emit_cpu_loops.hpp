@@ -45,10 +45,11 @@ inline std::string aligned_lines(FunctionWriter& to, int matrix, std::array<int6
 }
 
 // Loops over dimensions; tiles may cut one of them. A loop of length 1 becomes "0". `long_bodies`: leaves registers to
-// the loops' bodies.
+// the loops' bodies. `type`: of the counters.
 class TextNest {
  public:
-  TextNest(FunctionWriter& to, const Shape& shape, int axis, const std::string& prefix, bool long_bodies = false)
+  TextNest(FunctionWriter& to, const Shape& shape, int axis, const std::string& prefix, bool long_bodies = false,
+           const std::string& type = "int64_t")
       : to_(to) {
     for (size_t d = 0; d < shape.size(); ++d) {
       const bool cut = static_cast<int>(d) == axis;
@@ -60,7 +61,7 @@ class TextNest {
       const std::string past = !cut          ? formatted("{}", shape[d])
                                : long_bodies ? to_.tile_past(shape[d])
                                              : to_.tile_end(shape[d]);
-      to_.open("for (int64_t {0} = {1}; {0} < {2}; ++{0})", name, cut ? to_.tile_begin(shape[d]) : "0", past);
+      to_.open("for ({3} {0} = {1}; {0} < {2}; ++{0})", name, cut ? to_.tile_begin(shape[d]) : "0", past, type);
       ++open_;
     }
   }

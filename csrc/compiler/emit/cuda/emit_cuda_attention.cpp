@@ -1,7 +1,9 @@
 // Attention as calls of the device library's kernels: whole, over a block of positions, or with a position that it
 // appends to the caches; and the combination of blocks.
 #include <algorithm>
+#include <cstdlib>
 #include <functional>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -31,6 +33,21 @@ std::string aligned_rows(FunctionWriter& to, const AttentionStage& attention) {
     if (aligned != "true") all = aligned;
   }
   return all;
+}
+
+// The type of the counters of batches and heads: 32 bits if no offset exceeds these. Offsets that are kept across a head
+// then take half the registers.
+std::string counter_type(const FunctionWriter& to, const AttentionStage& attention) {
+  if (!to.cuda()) return "int64_t";
+  int64_t longest = 0;
+  for (const int one : {attention.q, attention.k, attention.v, attention.out, attention.mask, attention.states}) {
+    if (one < 0) continue;
+    const Value& value = to.value(one);
+    int64_t length = 0;
+    for (size_t d = 0; d < value.shape.size(); ++d) length += std::abs(value.strides[d]) * (value.shape[d] - 1);
+    longest = std::max(longest, length);
+  }
+  return longest <= std::numeric_limits<int32_t>::max() ? "int" : "int64_t";
 }
 
 // Completes the call of an attention that appends a position.
@@ -72,7 +89,8 @@ void emit(FunctionWriter& to, const AttentionStage& attention, const std::functi
     to.refuse("attention with heads of {} and {} numbers", columns, value_columns);
 
   const bool added = attention.added.k >= 0;
-  TextNest nest(to, {batch, kv_heads}, to.axis_of(attention.out, true) == 0 ? 0 : 1, "b", true);
+  TextNest nest(to, {batch, kv_heads}, to.axis_of(attention.out, true) == 0 ? 0 : 1, "b", true,
+                counter_type(to, attention));
   const std::vector<std::string>& indices = nest.names();
   auto head_strides = [&](const Value& value, int64_t shared) {
     return std::vector<int64_t>{stride(value, 0), stride(value, 1) * shared};
@@ -97,7 +115,8 @@ void emit(FunctionWriter& to, const AttentionStage& attention, const std::functi
     mask_head = stride_from_end(mask, 3);
     mask_row = stride_from_end(mask, 2);
     mask_column = stride_from_end(mask, 1);
-    mask_at = at(to.pointer(attention.mask, false), indices, {stride_from_end(mask, 4), mask_head * heads});
+    mask_at = place(attention.mask, false, {stride_from_end(mask, 4), mask_head * heads});
+    if (mask_at.starts_with("later")) mask_at = formatted("now({})", mask_at);
     if (!is_floating(mask.type) && mask.type != ScalarType::boolean) to.refuse("attention with a mask of integers");
   }
   std::string states_at;
