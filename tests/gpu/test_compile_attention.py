@@ -36,6 +36,8 @@ CASES: list[Case] = [
     (1, 8, 2, 100, 777, 128, "rows"),
     (2, 2, 2, 140, 70, 128, "none"),
     (1, 2, 2, 70, 129, 128, "row floats"),
+    (1, 14, 2, 150, 640, 64, "rows"),
+    (1, 6, 2, 60, 776, 128, "row floats"),
 ]
 
 
@@ -70,7 +72,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -
 
 
 # In two regions: the kernel of one with all of them would spill.
-@pytest.mark.parametrize("cases", [CASES[:9], CASES[9:]], ids=["few positions", "many positions"])
+@pytest.mark.parametrize(
+    "cases", [CASES[:9], CASES[9:15], CASES[15:]], ids=["few positions", "many positions", "long or shared heads"]
+)
 @pytest.mark.parametrize("dtype, close", [(torch.float16, 1e-3), (torch.bfloat16, 8e-3)])
 def test_attention_of_many_rows(dtype: torch.dtype, close: float, cases: list[Case]) -> None:
     """Close to float64, with the same bits each time."""

@@ -34,11 +34,10 @@ class FlashAttention {
  private:
   static constexpr int kWarpRows = kRows / kWarps;  // that a warp scans
   static constexpr int kGroupWarps = 64 / kWarpRows;
-  // Rows that follow each other and have the same mask.
-  static constexpr int kAlike = s.causal                                       ? 1
-                                : s.mask_head == 0 && s.mask_row == 0          ? kWarpRows
-                                : s.mask_head == 0 && kWarpRows % s.heads == 0 ? static_cast<int>(s.heads)
-                                                                               : 1;
+  // Rows that follow each other from a multiple on and have the same mask.
+  static constexpr int kAlike = s.causal || s.mask_head != 0 ? 1
+                                : s.mask_row == 0            ? 1 << 30
+                                                             : static_cast<int>(s.heads);
   static constexpr int kRing = kRows * kParts * kLine, kBarriers = kRing + kStages * kStage, kWords = kBarriers + 16;
   static constexpr int kRowWords = kWindow + 1;  // of a row, and one that keeps rows in different banks
   static constexpr int kSeen = kWords + kRows * kRowWords * 8, kAny = kSeen + kWindow * kWarps * 8;
@@ -203,38 +202,44 @@ class FlashAttention {
 
   // Fills the bits of blocks [first, past). A lane has a block; so a warp reads whole lines of a row.
   ARK_LOOP void scan(const M* mask, int first, int past, int limit) const {
-    constexpr int kAtOnce = 32 / kWindow, kStep = kAtOnce * kAlike;  // rows
+    constexpr int kAtOnce = 32 / kWindow;  // masks
     constexpr bool kLines =
         s.mask_column == 1 && !s.causal && s.mask_row * sizeof(M) % 16 == 0 && s.mask_head * sizeof(M) % 16 == 0;
     const int mine = self / 32 * kWarpRows, block = first + lane() % kWindow;
+    // A warp's rows have the masks [from, from + count).
+    const int from = (first_ + mine) / kAlike, count = (first_ + mine + kWarpRows - 1) / kAlike - from + 1;
+    const auto row_of = [&](int number) { return number * kAlike > first_ + mine ? number * kAlike : first_ + mine; };
     uint64 all = 0;
     bool unmasked_rows = true;
-    const auto keep = [&](int r, uint64 bits, bool zeros) {
+    const auto keep = [&](int number, uint64 bits, bool zeros) {
+      const int row = row_of(number), end = least(kAlike - row % kAlike, first_ + mine + kWarpRows - row);
       all |= bits;
-      unmasked_rows = unmasked_rows && (first_ + mine + r >= end_ || (zeros && bits == ~uint64{0}));
-      ARK_UNROLL for (int a = 0; a < kAlike; ++a) word(mine + r + a, block) = bits;
+      unmasked_rows = unmasked_rows && (row >= end_ || (zeros && bits == ~uint64{0}));
+      ARK_ROLLED for (int i = 0; i < end; ++i) word(row - first_ + i, block) = bits;
     };
     if (kLines && is_aligned(mask, 16) && past * kBlock <= limit) {
-      constexpr int kChunks = kBlock * sizeof(M) / 16, kTogether = kWarpRows / kStep >= 2 && kChunks <= 4 ? 2 : 1;
-      ARK_ROLLED for (int r = lane() / kWindow * kAlike; r < kWarpRows; r += kStep * kTogether) {
+      constexpr int kChunks = kBlock * sizeof(M) / 16, kTogether = kChunks <= 4 ? 2 : 1;
+      ARK_ROLLED for (int i = lane() / kWindow; i < count; i += kAtOnce * kTogether) {
         uint64 bits[kTogether];
         bool zeros[kTogether];
-        bits_by_chunks<kTogether, kChunks>(bits, zeros, mask, first_ + mine + r, kStep, block < past ? block : first);
-        ARK_UNROLL for (int i = 0; i < kTogether; ++i)
-            keep(r + i * kStep, first_ + mine + r + i * kStep < end_ && block < past ? bits[i] : 0, zeros[i]);
+        int rows[kTogether];
+        ARK_UNROLL for (int n = 0; n < kTogether; ++n) rows[n] = row_of(from + least(i + n * kAtOnce, count - 1));
+        bits_by_chunks<kTogether, kChunks>(bits, zeros, mask, rows, block < past ? block : first);
+        ARK_UNROLL for (int n = 0; n < kTogether; ++n) if (i + n * kAtOnce < count)
+            keep(from + i + n * kAtOnce, rows[n] < end_ && block < past ? bits[n] : 0, zeros[n]);
       }
     } else {
-      ARK_ROLLED for (int r = lane() / kWindow * kAlike; r < kWarpRows; r += kStep) {
-        const int row = first_ + mine + r, position = block * kBlock;
-        const AttentionRow from(s, row);
+      ARK_ROLLED for (int i = lane() / kWindow; i < count; i += kAtOnce) {
+        const int row = row_of(from + i), position = block * kBlock;
+        const AttentionRow at(s, row);
         uint64 bits = 0;
         bool zeros = true;
-        ARK_ROLLED for (int i = 0; row < end_ && i < least(kBlock, limit - position); ++i) {
-          const float bias = bias_of(s, mask, from, position + i);
-          bits |= static_cast<uint64>(bias != -kInfinity) << i;
+        ARK_ROLLED for (int n = 0; row < end_ && n < least(kBlock, limit - position); ++n) {
+          const float bias = bias_of(s, mask, at, position + n);
+          bits |= static_cast<uint64>(bias != -kInfinity) << n;
           zeros = zeros && bias == 0;
         }
-        keep(r, bits, zeros);
+        keep(from + i, bits, zeros);
       }
     }
     if constexpr (kAtOnce == 2) all |= static_cast<uint64>(shuffle_xor(static_cast<int64_t>(all), 16));
@@ -254,16 +259,16 @@ class FlashAttention {
     }
     sync();
   }
-  // For kCount rows, `step` apart, a bit for each position of a block that the row attends to.
+  // For each of some rows, a bit for each position of a block that the row attends to.
   template <int kCount, int kChunks>
-  ARK_LOOP void bits_by_chunks(uint64 (&bits)[kCount], bool (&zeros)[kCount], const M* mask, int row, int step,
+  ARK_LOOP void bits_by_chunks(uint64 (&bits)[kCount], bool (&zeros)[kCount], const M* mask, const int (&rows)[kCount],
                                int block) const {
     constexpr int kPer = 16 / sizeof(M), kBatch = least(kChunks, 8);
     ARK_UNROLL for (int i = 0; i < kCount; ++i) bits[i] = 0, zeros[i] = true;
     ARK_ROLLED for (int c = 0; c < kChunks; c += kBatch) {
       Chunk chunks[kCount][kBatch];
       ARK_UNROLL for (int i = 0; i < kCount; ++i) {
-        const AttentionRow from(s, least(row + i * step, end_ - 1));
+        const AttentionRow from(s, least(rows[i], end_ - 1));
         const auto* const at =
             reinterpret_cast<const Chunk*>(mask + from.g * s.mask_head + from.t * s.mask_row + block * kBlock);
         ARK_UNROLL for (int n = 0; n < kBatch; ++n) chunks[i][n] = at[c + n];
