@@ -114,6 +114,8 @@ struct MatmulStage {
   enum class Axis : uint8_t { columns, rows, batch } axis = Axis::columns;
   // The tile of a GPU's kernel; 0: the kernel chooses. See matmul_tiling.hpp.
   int64_t tile_rows = 0, tile_columns = 0;
+  // Columns of other products of the same rows, which run at the same time. Set by split_k().
+  int64_t beside = 0;
   // The epilogue, applied to each element before it is stored: its load stands for the element, rounded to its type;
   // its store replaces that to `out`. Empty: none. See epilogue_fusion.hpp.
   std::vector<RowProgram::Instruction> finish = {};

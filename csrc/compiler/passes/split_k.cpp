@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <map>
+#include <tuple>
 #include <utility>
 
 #include "compiler/fuse/fuse_views.hpp"
@@ -101,11 +102,25 @@ DepthParts choose_parts(const Graph& graph, const MatmulStage& product, const Ta
     part.k = (units + parts - 1) / parts * kDepthUnit;
     ChosenTile tile = choose_tile(graph, part, target, parts);
     // Partial results are written and read again, from the second-level cache as operands are.
-    tile.us += static_cast<double>(2 * parts * product.m * product.n * size_of(ScalarType::f32)) /
+    tile.us += static_cast<double>(2 * parts * product.m * (product.n + product.beside) * size_of(ScalarType::f32)) /
                target.tiles.all_bytes_per_us;
     if (tile.us < best.tile.us) best = {parts, tile};
   }
   return best;
+}
+
+// Counts the columns of other products of the same rows and depth. Tiles that fill the workers are then those of all of
+// them: smaller ones, with which one product alone would, read more per operation.
+void count_beside(std::vector<Stage>& stages) {
+  std::map<std::tuple<int, int64_t, int64_t>, int64_t> columns;
+  const auto each = [&](const auto& call) {
+    for (Stage& stage : stages)
+      if (auto* product = std::get_if<MatmulStage>(&stage.body);
+          product != nullptr && multiplied_in_tiles(*product) && product->second.b < 0)
+        call(*product, columns[{product->a, product->m, product->k}]);
+  };
+  each([](const MatmulStage& product, int64_t& all) { all += product.n; });
+  each([](MatmulStage& product, int64_t all) { product.beside = all - product.n; });
 }
 
 // Turns the reader's loads of the result into sums of `count` parts in buffer `sums`. Each part has the result's
@@ -145,6 +160,7 @@ void read_parts(Graph& graph, Stage& reader, const Value& result, int sums, int6
 
 std::vector<Stage> split_k(Graph& graph, std::vector<Stage> stages, const Target& target) {
   std::vector<Stage> split;
+  count_beside(stages);
   for (int at = 0; at < static_cast<int>(stages.size()); ++at) {
     const auto* product = std::get_if<MatmulStage>(&stages[at].body);
     const bool divisible = product != nullptr && has_parts(graph, *product);

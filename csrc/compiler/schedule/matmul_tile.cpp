@@ -62,7 +62,8 @@ ChosenTile choose_tile(const Graph& graph, const MatmulStage& product, const Tar
       if (lines == 32 && dual) continue;
       if ((rows == 256 || lines == 256) && (!large || rows * lines != 256 * 128)) continue;
       const TileShape tile{rows, dual ? lines / 2 : lines};
-      const int64_t tiles = blocks_of(product.m, rows) * wholes(product.n, tile.columns) * parts;
+      const int64_t across = wholes(product.n, tile.columns) + wholes(product.beside, tile.columns);
+      const int64_t tiles = blocks_of(product.m, rows) * across * parts;
       const double move = static_cast<double>(tiles) * bytes_of_tile(tile, product, size) / costs.all_bytes_per_us;
       const double us = std::max(move + ends_us(costs, tile, product),
                                  tiles_us(costs, tile, product, size, wholes(tiles, target.workers)));

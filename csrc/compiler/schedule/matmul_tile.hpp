@@ -23,7 +23,8 @@ inline int64_t wholes(int64_t count, int64_t whole) {
 // by another algorithm.
 int64_t blocks_of(int64_t m, int64_t rows);
 
-// The best tile shape for the product when `parts` - 1 products like it run concurrently, and the time for all.
+// The best tile shape for the product and those beside it when `parts` - 1 like them run concurrently, and the time for
+// all.
 struct ChosenTile {
   int64_t rows = 0, columns = 0;
   double us = 0;
