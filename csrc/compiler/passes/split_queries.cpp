@@ -50,11 +50,14 @@ int64_t block_rows(const Graph& graph, const AttentionStage& attention, int64_t 
   double best_us = 0;
   for (int64_t blocks = 1; blocks <= most; ++blocks) {
     const int64_t rows = whole(blocks), all = tasks * wholes(queries, rows);
-    const double task_us = attention_task_us(graph, attention, std::min(rows, queries) * heads);
+    const auto task_us = [&](double attended) {
+      return attention_task_us(graph, attention, std::min(rows, queries) * heads, attended);
+    };
     // Tasks of different length are shared out by their estimates.
+    const double mean = 0.5 + 0.5 / static_cast<double>(wholes(queries, rows));
     const double us = is_triangular(graph, attention)
-                          ? std::max(task_us, static_cast<double>(all) * task_us / 2 / target.workers)
-                          : static_cast<double>(wholes(all, target.workers)) * task_us;
+                          ? std::max(task_us(1), static_cast<double>(all) * task_us(mean) / target.workers)
+                          : static_cast<double>(wholes(all, target.workers)) * task_us(1);
     if (blocks == 1 || us < best_us - 1e-9) best = rows, best_us = us;
   }
   return best;

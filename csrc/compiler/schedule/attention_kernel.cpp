@@ -16,8 +16,8 @@ constexpr int64_t kGroups = 4;
 // Figures of an H200 (docs/measurements.md).
 constexpr double kStartUs = 2;
 constexpr double kAllPositionsUs = 0.6, kPositionUs = 0.0125;  // attention_groups.cuh: 64 rows
-constexpr double kBlockUs = 0.6, kBusyGroupUs = 0.25;          // attention_flash.cuh: a block of 64 positions
-constexpr double kScannedUs = 3e-5;                            // an element of its mask
+// attention_flash.cuh: of up to 256 rows, of a block of 64 positions, of an element of the mask, of combining groups.
+constexpr double kPassUs = 1.5, kBlockUs = 1.1, kBusyGroupUs = 0.17, kScannedUs = 3e-5, kCombineUs = 1;
 
 int64_t rows_of(const Graph& graph, const AttentionStage& attention) {
   const Value &q = graph.values()[attention.q], &k = graph.values()[attention.k];
@@ -50,12 +50,13 @@ double attention_task_us(const Graph& graph, const AttentionStage& attention, in
   const auto positions = static_cast<double>(k.shape[2]);
   if (kernel_for(graph, attention, rows) == AttentionKernel::groups)
     return kStartUs + static_cast<double>(wholes(rows, kGroupRows)) * (kAllPositionsUs + kPositionUs * positions);
-  const int64_t halves = k.shape[3] / 64, at_once = kGroupRows * kGroups / std::max<int64_t>(1, halves);
-  double us = kStartUs;
-  for (int64_t first = 0; first < rows; first += at_once) {
-    const int64_t busy = wholes(std::min(at_once, rows - first), kGroupRows) * halves;
-    us += 1 + attended * static_cast<double>(wholes(k.shape[2], 64)) *
-                  (kBlockUs + kBusyGroupUs * static_cast<double>(busy));
+  const int64_t halves = std::max<int64_t>(1, k.shape[3] / 64), sets = std::max<int64_t>(1, kGroups / halves);
+  const int64_t turns = std::max<int64_t>(1, sets / wholes(rows, kGroupRows));  // as attend_flash() chooses
+  const double blocks = attended * static_cast<double>(wholes(k.shape[2], 64)) / static_cast<double>(turns);
+  double us = kStartUs + (turns > 1 ? kCombineUs : 0);
+  for (int64_t first = 0; first < rows; first += kGroupRows * sets) {
+    const int64_t busy = std::min(sets, wholes(rows - first, kGroupRows) * turns) * halves;
+    us += kPassUs + blocks * (kBlockUs + kBusyGroupUs * static_cast<double>(busy));
   }
   if (attention.mask < 0 || attention.causal) return us;
   const Value& mask = graph.values()[attention.mask];

@@ -2,8 +2,9 @@
 // Dao, 2023).
 //
 // For heads of 64 or 128 numbers. A warp group has 64 rows and 64 value columns; with 128 columns two groups share
-// rows, and both compute the scores. Blocks of 64 keys and values pass through a ring in shared memory. Scores, weights
-// (rounded to the values' type for the second product) and sums stay in registers.
+// rows, and both compute the scores. Where a task has few rows, groups with the same ones take turns at the blocks, and
+// their results are combined at the end. Blocks of 64 keys and values pass through a ring in shared memory. Scores,
+// weights (rounded to the values' type for the second product) and sums stay in registers.
 //
 // Groups may be a block apart, so that one exponentiates while others multiply. Therefore a warp arrives at a barrier
 // when it is done with a block and its copies for the one after the next are there, and waits for the others a block
@@ -20,7 +21,8 @@
 
 namespace ark::loop {
 
-template <int kColumns, Attention kShape, class T, class M>
+// kTurns: groups that share rows and take turns.
+template <int kColumns, int kTurns, Attention kShape, class T, class M>
 class FlashAttention {
   static constexpr Attention s = kShape;
   static constexpr bool kScans = !kSame<M, NoMask>;
@@ -29,7 +31,7 @@ class FlashAttention {
   static constexpr int kLine = 128, kTile = kBlock * kLine, kStage = 2 * kParts * kTile;
 
  public:
-  static constexpr int kRows = 64 * (kWarps / 4) / kParts;
+  static constexpr int kRows = 64 * (kWarps / 4) / kParts / kTurns;
 
  private:
   static constexpr int kWarpRows = kRows / kWarps;  // that a warp scans
@@ -74,6 +76,10 @@ class FlashAttention {
 
   template <class Out>
   ARK_LOOP void store(Out* out) {
+    if constexpr (kTurns > 1) {
+      combine();
+      if (turn() != 0) return;
+    }
     ARK_UNROLL for (int r = 0; r < 2; ++r) {
       total_[r] += shuffle_xor(total_[r], 1);
       total_[r] += shuffle_xor(total_[r], 2);
@@ -106,7 +112,8 @@ class FlashAttention {
 
   ARK_LOOP int lane() const { return self % 32; }
   ARK_LOOP int half() const { return self / 128 % kParts; }
-  ARK_LOOP int group_row() const { return self / 128 / kParts * 64; }  // the first of this group
+  ARK_LOOP int group_row() const { return self / 128 / kParts * 64 % kRows; }  // the first of this group
+  ARK_LOOP int turn() const { return self / 128 / kParts * 64 / kRows; }
   // Lane 4 i + j has rows i and i + 8 of its warp's 16.
   ARK_LOOP int row_in_pass(int r) const { return group_row() + self / 32 % 4 * 16 + lane() / 4 + r * 8; }
   ARK_LOOP int row(int r) const { return first_ + row_in_pass(r); }
@@ -169,11 +176,39 @@ class FlashAttention {
       arrive<kAhead - 2>();
       await(1);
       fill();
-      if (sees(block)) attend_block(mask, block, slot);
+      if (turn_ % kTurns == turn() && sees(block)) attend_block(mask, block, slot);
       block = following(block, past);
       slot = slot + 1 == kStages ? 0 : slot + 1;
     }
     wait_copies<0>();
+  }
+
+  // Adds the other groups' sums to those of the groups with the first turn. They pass through the ring.
+  ARK_LOOP void combine() {
+    constexpr int kValues = 36;  // of a thread
+    constexpr int kGroup = 128 * kParts * (kRows / 64);
+    static_assert((kTurns - 1) * kGroup * kValues * 4 <= kStages * kStage);
+    float* const shared = reinterpret_cast<float*>(workspace() + kRing) + self % kGroup;
+    if (turn() != 0) {
+      float* const to = shared + (turn() - 1) * kGroup * kValues;
+      ARK_UNROLL for (int n = 0; n < 8; ++n) ARK_UNROLL for (int e = 0; e < 4; ++e) to[(n * 4 + e) * kGroup] =
+          sums_[n][e];
+      ARK_UNROLL for (int r = 0; r < 2; ++r) to[(32 + r) * kGroup] = greatest_[r], to[(34 + r) * kGroup] = total_[r];
+    }
+    sync();
+    if (turn() != 0) return;
+    _Pragma("unroll 1") for (int other = 0; other < kTurns - 1; ++other) {
+      const float* const from = shared + other * kGroup * kValues;
+      ARK_UNROLL for (int r = 0; r < 2; ++r) {
+        const float theirs = from[(32 + r) * kGroup], now = fmaxf(greatest_[r], theirs), base = base_of(now) * kFactor;
+        const float mine = fast_exp2(fused(greatest_[r], kFactor, -base)),
+                    factor = fast_exp2(fused(theirs, kFactor, -base));
+        greatest_[r] = now;
+        total_[r] = fused(total_[r], mine, from[(34 + r) * kGroup] * factor);
+        ARK_UNROLL for (int n = 0; n < 8; ++n) ARK_UNROLL for (int e = 2 * r; e < 2 * r + 2; ++e) sums_[n][e] =
+            fused(sums_[n][e], mine, from[(n * 4 + e) * kGroup] * factor);
+      }
+    }
   }
 
   // Eight threads copy a line.
@@ -407,8 +442,10 @@ ARK_LOOP void attend_flash(const Context&, QAt q, KAt k, VAt v, const M* mask, O
   if constexpr (!kHasGroupMultiply || !s.aligned) {
     attend_tiles<kColumns, kColumns, s, T>(q, k, v, mask, out);
   } else {
-    using Pass = FlashAttention<kColumns, s, T, M>;
-    constexpr int kAll = static_cast<int>(s.heads * s.queries);
+    constexpr int kAll = static_cast<int>(s.heads * s.queries),
+                  kSets = kWarps / 4 / (kColumns / 64);  // groups, by rows
+    constexpr int kUsed = least((kAll + 63) / 64, kSets), kTurns = kSets / kUsed;
+    using Pass = FlashAttention<kColumns, kTurns, s, T, M>;
     _Pragma("unroll 1") for (int first = 0; first < kAll; first += Pass::kRows) {
       sync();
       Pass pass(first, least(kAll, first + Pass::kRows));

@@ -35,8 +35,8 @@ std::string aligned_rows(FunctionWriter& to, const AttentionStage& attention) {
   return all;
 }
 
-// The type of the counters of batches and heads: 32 bits if no offset exceeds these. Offsets that are kept across a head
-// then take half the registers.
+// The type of the counters of batches and heads: 32 bits if no offset exceeds these. Offsets that are kept across a
+// head then take half the registers.
 std::string counter_type(const FunctionWriter& to, const AttentionStage& attention) {
   if (!to.cuda()) return "int64_t";
   int64_t longest = 0;
