@@ -16,7 +16,8 @@ namespace {
 using Instruction = RowProgram::Instruction;
 using Kind = Instruction::Kind;
 
-constexpr int64_t kMostBytes = 64 * 1024;  // of a result in its own type, so a few rows
+// Of a result in its own type: of a product, so a few rows; of a row program that others read, such as a residual.
+constexpr int64_t kMostBytes = 64 * 1024, kMostRowBytes = 4 * 1024 * 1024;
 
 // Buffers of half types that only row programs read, at addresses independent of data, and that only row programs and
 // products write.
@@ -30,11 +31,11 @@ class Small {
         if (access.sparse || !stage.tail.empty() ||
             !(program != nullptr || (product != nullptr && makes(*product, access))))
           refuse(access.value);
-      if (product != nullptr) look_at(product->out);
+      if (product != nullptr) look_at(product->out, kMostBytes);
       if (program == nullptr) continue;
       for (const Instruction& one : program->code) {
         if (one.kind != Kind::load && one.kind != Kind::store) continue;
-        look_at(one.value);
+        look_at(one.value, kMostRowBytes);
         const size_t plain = one.kind == Kind::load ? 0 : 1;  // more arguments: indexed
         if (one.args.size() > plain || one.parts.count > 1) refuse(one.value);
       }
@@ -54,13 +55,13 @@ class Small {
 
   void refuse(int value) { refused_.insert(graph_.values()[static_cast<size_t>(value)].buffer); }
 
-  void look_at(int index) {
+  void look_at(int index, int64_t most) {
     if (graph_.values()[static_cast<size_t>(index)].is_literal()) return;
     const Value& value = graph_.values()[static_cast<size_t>(index)];
     const Buffer& buffer = graph_.buffers()[static_cast<size_t>(value.buffer)];
     const bool half = value.type == ScalarType::bf16 || value.type == ScalarType::f16;
     seen_.insert(value.buffer);
-    if (!half || buffer.kind != Buffer::Kind::temporary || buffer.bytes > kMostBytes) refused_.insert(value.buffer);
+    if (!half || buffer.kind != Buffer::Kind::temporary || buffer.bytes > most) refused_.insert(value.buffer);
   }
 
   const Graph& graph_;
