@@ -30,10 +30,6 @@ bool multiplies_float8(const Stage& stage) {
   return product != nullptr && product->scale_a >= 0;
 }
 
-bool multiplied_in_tiles(const MatmulStage& product) {
-  return product.batch == 1 && product.axis != MatmulStage::Axis::batch && product.m > kMatvecRows;
-}
-
 bool takes_few_rows(const Graph& graph, const AttentionStage& attention) {
   const Value &q = graph.values()[attention.q], &k = graph.values()[attention.k];
   return q.shape[1] / k.shape[1] * q.shape[2] <= kRowsInWarps;

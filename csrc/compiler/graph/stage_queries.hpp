@@ -9,9 +9,6 @@
 
 namespace ark::compiler {
 
-// Up to this many rows, a GPU's product computes each column on its own (cuda/loop/matmul.cuh).
-inline constexpr int64_t kMatvecRows = 16;
-
 // The attention that the stage is, or ends with; else nullptr.
 const AttentionStage* attention_of(const Stage& stage);
 
@@ -21,9 +18,6 @@ int few_rows_of(const Stage& stage);
 
 // Whether the stage is a product of float8 rows with float8 weights.
 bool multiplies_float8(const Stage& stage);
-
-// Whether a GPU computes the product in tiles of several rows.
-bool multiplied_in_tiles(const MatmulStage& product);
 
 // Whether so few query rows share a KV head that a GPU's warps split the positions.
 bool takes_few_rows(const Graph& graph, const AttentionStage& attention);

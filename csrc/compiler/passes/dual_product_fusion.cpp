@@ -30,10 +30,10 @@ bool alike(const Graph& graph, int one, int other) {
 }
 
 // Whether the product can be half of a dual one: a plain one in tiles, whose result is a temporary.
-bool can_be_half(const Graph& graph, const MatmulStage& product) {
+bool can_be_half(const Graph& graph, const MatmulStage& product, const Target& target) {
   const Value &a = graph.values()[product.a], &b = graph.values()[product.b], &out = graph.values()[product.out];
-  return multiplied_in_tiles(product) && product.codes.bits == 0 && product.scale_a < 0 && product.finish.empty() &&
-         is_floating(a.type) && a.type == b.type && is_floating(out.type) &&
+  return multiplied_in_tiles(graph, product, target) && product.codes.bits == 0 && product.scale_a < 0 &&
+         product.finish.empty() && is_floating(a.type) && a.type == b.type && is_floating(out.type) &&
          graph.buffers()[out.buffer].kind == Buffer::Kind::temporary;
 }
 
@@ -67,7 +67,9 @@ class DualFuser {
   // The only reader of the result of the product at this stage, if that can be half of a dual one.
   int reader_of(int at) const {
     const auto* one = std::get_if<MatmulStage>(&stages_[at].body);
-    return one != nullptr && can_be_half(graph_, *one) ? only_reader(graph_, stages_, at, value(one->out).buffer) : -1;
+    return one != nullptr && can_be_half(graph_, *one, target_)
+               ? only_reader(graph_, stages_, at, value(one->out).buffer)
+               : -1;
   }
 
   // The dual product whose first half is this stage; without a reader if there is none.

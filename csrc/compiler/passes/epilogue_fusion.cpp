@@ -2,6 +2,7 @@
 // epilogue_fusion.hpp.
 #include "compiler/passes/epilogue_fusion.hpp"
 #include "compiler/graph/stage_queries.hpp"
+#include "compiler/schedule/matmul_tile.hpp"
 
 #include <utility>
 
@@ -13,11 +14,11 @@ namespace ark::compiler {
 namespace {
 
 // The stage that can become the product's epilogue because it alone reads the product's result; else -1.
-int finisher(const Graph& graph, const std::vector<Stage>& stages, int at) {
+int finisher(const Graph& graph, const std::vector<Stage>& stages, int at, const Target& target) {
   const auto& product = std::get<MatmulStage>(stages[at].body);
   const Value& out = graph.values()[product.out];
-  if (!multiplied_in_tiles(product) || product.codes.bits != 0 || !product.finish.empty() || !is_floating(out.type) ||
-      graph.buffers()[out.buffer].kind != Buffer::Kind::temporary)
+  if (!multiplied_in_tiles(graph, product, target) || product.codes.bits != 0 || !product.finish.empty() ||
+      !is_floating(out.type) || graph.buffers()[out.buffer].kind != Buffer::Kind::temporary)
     return -1;
   const int reader = only_reader(graph, stages, at, out.buffer);
   const auto* program = reader < 0 ? nullptr : std::get_if<RowProgram>(&stages[reader].body);
@@ -33,10 +34,10 @@ int finisher(const Graph& graph, const std::vector<Stage>& stages, int at) {
 
 }  // namespace
 
-std::vector<Stage> fuse_epilogues(Graph& graph, std::vector<Stage> stages, const Target&) {
+std::vector<Stage> fuse_epilogues(Graph& graph, std::vector<Stage> stages, const Target& target) {
   for (int at = 0; at < static_cast<int>(stages.size()); ++at) {
     if (!std::holds_alternative<MatmulStage>(stages[at].body)) continue;
-    const int by = finisher(graph, stages, at);
+    const int by = finisher(graph, stages, at, target);
     if (by < 0) continue;
     Stage& stage = stages[at];
     auto& product = std::get<MatmulStage>(stage.body);

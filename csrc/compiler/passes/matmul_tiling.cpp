@@ -103,7 +103,8 @@ std::vector<Stage> tile_matmuls(Graph& graph, std::vector<Stage> stages, const T
       split.push_back(std::move(stage));
       continue;
     }
-    if (product->m <= kMatvecRows || (product->codes.bits != 0 && !decoded_in_tiles(graph, *product, target))) {
+    const bool coded = product->codes.bits != 0 && !decoded_in_tiles(graph, *product, target);
+    if (coded || (product->tile_rows == 0 && !multiplied_in_tiles(graph, *product, target))) {
       auto& body = std::get<MatmulStage>(stage.body);
       const Value& b = graph.values()[body.b];
       const bool along_depth = b.strides[b.shape.size() - 2] == 1;

@@ -23,11 +23,11 @@ constexpr double kWorthUs = 1;          // time that the extra stages must save
 constexpr int64_t kPieceBytes = 16;     // loaded at once: each part starts at a multiple
 
 // Whether its parts can be summed: half types, and a dense result that fills a temporary.
-bool has_parts(const Graph& graph, const MatmulStage& product) {
+bool has_parts(const Graph& graph, const MatmulStage& product, const Target& target) {
   const Value &a = graph.values()[product.a], &out = graph.values()[product.out];
   const Buffer& buffer = graph.buffers()[out.buffer];
-  if (!multiplied_in_tiles(product) || product.codes.bits != 0 || !product.finish.empty() || size_of(a.type) != 2 ||
-      !is_floating(out.type))
+  if (!multiplied_in_tiles(graph, product, target) || product.codes.bits != 0 || !product.finish.empty() ||
+      size_of(a.type) != 2 || !is_floating(out.type))
     return false;
   const int64_t elements = product.m * product.n;
   return buffer.kind == Buffer::Kind::temporary && buffer.bytes == elements * size_of(out.type) && out.offset == 0 &&
@@ -111,12 +111,12 @@ DepthParts choose_parts(const Graph& graph, const MatmulStage& product, const Ta
 
 // Counts the columns of other products of the same rows and depth. Tiles that fill the workers are then those of all of
 // them: smaller ones, with which one product alone would, read more per operation.
-void count_beside(std::vector<Stage>& stages) {
+void count_beside(const Graph& graph, std::vector<Stage>& stages, const Target& target) {
   std::map<std::tuple<int, int64_t, int64_t>, int64_t> columns;
   const auto each = [&](const auto& call) {
     for (Stage& stage : stages)
       if (auto* product = std::get_if<MatmulStage>(&stage.body);
-          product != nullptr && multiplied_in_tiles(*product) && product->second.b < 0)
+          product != nullptr && multiplied_in_tiles(graph, *product, target) && product->second.b < 0)
         call(*product, columns[{product->a, product->m, product->k}]);
   };
   each([](const MatmulStage& product, int64_t& all) { all += product.n; });
@@ -160,10 +160,10 @@ void read_parts(Graph& graph, Stage& reader, const Value& result, int sums, int6
 
 std::vector<Stage> split_k(Graph& graph, std::vector<Stage> stages, const Target& target) {
   std::vector<Stage> split;
-  count_beside(stages);
+  count_beside(graph, stages, target);
   for (int at = 0; at < static_cast<int>(stages.size()); ++at) {
     const auto* product = std::get_if<MatmulStage>(&stages[at].body);
-    const bool divisible = product != nullptr && has_parts(graph, *product);
+    const bool divisible = product != nullptr && has_parts(graph, *product, target);
     const DepthParts parts = divisible ? choose_parts(graph, *product, target) : DepthParts{};
     const int reader = parts.count > 1 ? only_reader(graph, stages, at, graph.values()[product->out].buffer) : -1;
     if (reader < 0) {

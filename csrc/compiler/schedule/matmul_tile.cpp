@@ -41,6 +41,19 @@ int64_t element_bytes(const Graph& graph, const MatmulStage& product) {
 
 }  // namespace
 
+bool multiplied_in_tiles(const Graph& graph, const MatmulStage& product, const Target& target) {
+  constexpr int64_t kMatvecRows = 16, kDotRows = 4;  // of cuda/loop/matmul.cuh; the second for half types
+  constexpr int64_t kLargeBytes = 16 << 20;
+  if (product.batch != 1 || product.axis == MatmulStage::Axis::batch) return false;
+  if (product.m > kMatvecRows) return true;
+  // The tensor cores' kernel of few rows reads half lines, so tiles read large matrices faster; smaller ones have too
+  // few tiles (docs/measurements.md).
+  const Value &a = graph.values()[product.a], &b = graph.values()[product.b];
+  return target.name == "sm_90a" && product.m > kDotRows && product.codes.bits == 0 && size_of(a.type) == 2 &&
+         a.type == b.type && b.strides[b.shape.size() - 2] == 1 &&
+         product.n * product.k * size_of(b.type) >= kLargeBytes;
+}
+
 int64_t blocks_of(int64_t m, int64_t rows) {
   return wholes(wholes(m, kRowUnit), rows / kRowUnit);
 }

@@ -19,6 +19,9 @@ inline int64_t wholes(int64_t count, int64_t whole) {
   return (count + whole - 1) / whole;
 }
 
+// Whether a GPU computes the product in tiles of several rows, and not each column on its own (cuda/loop/matmul.cuh).
+bool multiplied_in_tiles(const Graph& graph, const MatmulStage& product, const Target& target);
+
 // The number of blocks of at most `rows` rows for m rows. Blocks are even, so that none is small enough to be computed
 // by another algorithm.
 int64_t blocks_of(int64_t m, int64_t rows);

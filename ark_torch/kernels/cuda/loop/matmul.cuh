@@ -108,7 +108,7 @@ ARK_LOOP void product_of(const At& at, const A* a, const B* b, Out* out, const B
   if (r0 >= r1 || c0 >= c1) return;
   if constexpr (MostRows <= kFewRows<B>)
     few_rows<MostRows, s>(at, a, b, out, bias, r0, r1 - r0, 1, c0, c1);
-  else if constexpr (kSame<A, B> && MostRows <= kTensorRows && kDotsByTensor<s, B>)
+  else if constexpr (kColumns == 0 && kSame<A, B> && MostRows <= kTensorRows && kDotsByTensor<s, B>)
     tensor_columns<MostRows, s.b_cache>(s, at, a, b, out, bias, r0, r1 - r0, c0, c1);
   else if constexpr (kSame<A, B>)
     many_rows<MostRows, s, kRows, kColumns>(at, a, b, out, bias, r0, r1, c0, c1);
