@@ -6,8 +6,8 @@
 As in GPT-fast and torchtune, the model keeps its caches, `prefill` runs once over the prompt, and `decode_one_token`
 is compiled and called with the position as a tensor, so one graph serves all of them. `--quantize` rewrites the linear
 layers in plain PyTorch (examples/llama/quantized.py); `--torchao` lets torchao do it, where it is installed. Sampling
-(temperature and top-k) is part of the compiled step. Exit code: 0, or 1 if tokens differ from the eager model's
-(greedy, float32).
+(temperature and top-k) is part of the compiled step. Exit code: 0; 1 if tokens differ from the eager model's (greedy,
+float32); 2 if a package is missing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from llama.quantized import quantize
 
 TORCHAO = {"int8": "Int8WeightOnlyConfig", "float8": "Float8WeightOnlyConfig", "int4": "Int4WeightOnlyConfig"}
 
-
 CONFIGS = {
     "tiny": LlamaConfig(hidden=256, layers=2, heads=4, kv_heads=2, ffn=768, vocabulary=256, max_len=128),
     "small": LlamaConfig(hidden=1024, layers=8, heads=16, kv_heads=4, ffn=2816, vocabulary=8192, max_len=512),
@@ -38,15 +37,27 @@ CONFIGS = {
 }
 
 
+def by_torchao(model: nn.Module, form: str) -> None:
+    """Lets torchao quantise the linear layers."""
+    try:
+        import torchao.quantization as torchao
+    except ImportError:
+        raise ImportError("--torchao needs the package torchao: pip install torchao") from None
+    try:
+        torchao.quantize_(model, getattr(torchao, TORCHAO[form])(), lambda one, name: isinstance(one, nn.Linear))
+    except ImportError as error:
+        raise ImportError(
+            f"torchao's {TORCHAO[form]} cannot run here ({error}; mslk is a package of kernels for CUDA GPUs): "
+            f"take --quantize int8 or float8, or leave out --torchao"
+        ) from error
+
+
 def made(options: argparse.Namespace) -> nn.Module:
     torch.manual_seed(0)
     config = CONFIGS[options.size]
     model: nn.Module = Llama(config).to(options.device, getattr(torch, options.dtype)).eval().requires_grad_(False)
     if options.torchao:
-        import torchao.quantization as torchao
-
-        form = getattr(torchao, TORCHAO[options.quantize or "int8"])
-        torchao.quantize_(model, form(), filter_fn=lambda one, name: isinstance(one, nn.Linear))
+        by_torchao(model, options.quantize or "int8")
     elif options.quantize:
         quantize(model, options.quantize)
     return model
@@ -97,6 +108,8 @@ def main() -> int:
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
     parser.add_argument("--top-k", type=int, default=16)
     options = parser.parse_args()
+    if options.torchao and (options.quantize or "int8") not in TORCHAO:
+        parser.error(f"--torchao takes --quantize {', '.join(TORCHAO)}, got {options.quantize}")
     exact = options.dtype == "float32" and options.temperature == 0
     weights = f"{options.quantize or 'int8'} by torchao" if options.torchao else options.quantize or options.dtype
 
@@ -105,7 +118,11 @@ def main() -> int:
             return torch.equal(expected, result)
         return bool(((result >= 0) & (result < CONFIGS[options.size].vocabulary)).all())
 
-    return 0 if compare(f"decoding, {weights}", "tokens/s", loop(options), options, same) else 1
+    try:
+        work = loop(options)
+    except ImportError as error:
+        parser.error(str(error))
+    return 0 if compare(f"decoding, {weights}", "tokens/s", work, options, same) else 1
 
 
 if __name__ == "__main__":
