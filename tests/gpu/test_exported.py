@@ -18,8 +18,7 @@ from torch import Tensor
 
 import ark_torch
 
-HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE.parent / "compile"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "compile"))
 
 import models
 import real_sizes
@@ -29,6 +28,7 @@ pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
     pytest.mark.skipif(not hasattr(torch.compiler, "load_compiled_function"), reason="this PyTorch saves no programs"),
 ]
+HERE = Path(__file__).resolve().parent
 DEVICE = torch.device("cuda", 0)
 SIZES = {"small": models.Config(256, 2, 8, 2, 512, 100, 64), "llama-1b": real_sizes.LLAMA_1B}
 

