@@ -250,8 +250,9 @@ INFERENCE = [
     ("huggingface", ["--only=plain", "--tokens=6"], ["plain loop, static cache"]),
     ("huggingface", ["--only=pipeline"], ["pipeline, padded texts"]),
     ("decode_loop", ["--tokens=6"], ["decoding, float32"]),
-    ("decode_loop", ["--tokens=6", "--quantize=int8", "--temperature=0.8"], ["decoding, int8"]),
+    ("decode_loop", ["--tokens=6", "--quantize=int8", "--temperature=0.8"], ["decoding, int8, sampled"]),
     ("decode_loop", ["--tokens=6", "--quantize=float8-dynamic", "--dtype=bfloat16"], ["decoding, float8-dynamic"]),
+    ("decode_loop", ["--tokens=6", "--resident"], ["decoding, float32, resident by ark"]),
     ("decode_loop", ["--tokens=6", "--quantize=int8", "--torchao"], ["decoding, int8 by torchao"]),
     ("encode", ["--sentences=20"], ["sentence embeddings"]),
 ]
