@@ -47,7 +47,7 @@ Row = dict[str, Any]
 WAYS = ("eager", "ark", "inductor", "inductor, max-autotune", 'inductor, mode="max-autotune"')
 MODES = {WAYS[3]: "max-autotune-no-cudagraphs", WAYS[4]: "max-autotune"}
 OWN_GRAPHS = WAYS[4]
-CHOSEN = "ark, default"  # with several ranks: the default choice of backend="ark"
+CHOSEN = "ark, default"  # the default choice of backend="ark"
 TYPES = ("float32", "float16", "bfloat16")
 CALLS = 12  # per contender and turn; the first two do not count
 
@@ -78,8 +78,9 @@ def case_of(name: str, dtype: torch.dtype | None, arguments: argparse.Namespace)
     return make(dtype or usual, device_of(arguments), arguments.device == "as-cuda")
 
 
-def of_ark(model: Any) -> tuple[Any, Report]:
-    told, chosen = Report(), options.parse(None, {"choose": "ark"})
+def of_ark(model: Any, **given: Any) -> tuple[Any, Report]:
+    """The model compiled by ark's regions, or with options of its own, and the report of its graphs."""
+    told, chosen = Report(), options.parse(None, given or {"choose": "ark"})
     return torch.compile(model, backend=lambda g, x: backend.compile_graph(g, x, chosen, told), dynamic=False), told
 
 

@@ -4,6 +4,11 @@
     python benchmarks/serving.py --device cuda       large ones in bfloat16 on a GPU: serving_h200.json
     python benchmarks/serving.py --only encode generate --beside
 
+From "decode" on, "encode" excepted, it is the same loop of one sequence: greedy, with weights of few bits (by plain
+PyTorch, or by torchao where that is installed), or sampled (temperature and top-k inside the compiled step). In
+"resident" ark decodes all tokens from one launch (ark_torch.resident), beside the others' loops, which launch each step
+from Python. ark is forced (choose="ark"): the table says what its kernels do, not whom it would choose.
+
 Each example is a process of its own, with random weights; it compares every contender's result with eager PyTorch's.
 First calls compile and are not counted. Then the contenders take turns, --times each, and the median counts. Inductor
 is run in its default mode, as the examples' users have it; --beside without a name leaves it out.
@@ -15,6 +20,7 @@ compiles when all is over is ended. Ended examples, by Ctrl-C too, keep the turn
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import signal
@@ -39,6 +45,11 @@ RUNS = {
     "int4": ("decode_loop.py", "--quantize=int4"),
     "float8": ("decode_loop.py", "--quantize=float8"),
     "encode": ("encode.py",),
+    "torchao-int8": ("decode_loop.py", "--quantize=int8", "--torchao"),
+    "torchao-float8": ("decode_loop.py", "--quantize=float8", "--torchao"),
+    "sampled": ("decode_loop.py", "--temperature=0.8"),
+    "resident": ("decode_loop.py", "--resident"),
+    "resident-sampled": ("decode_loop.py", "--resident", "--temperature=0.8"),
 }
 CONTENDERS = ("eager", "inductor", "ark")
 
@@ -107,12 +118,15 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=900, help="after so many all is over")
     parser.add_argument("--output", type=Path, default=FOLDER / "results")
     arguments = parser.parse_args()
+    there = importlib.util.find_spec("torchao") is not None
+    missing = [name for name in arguments.only if "--torchao" in RUNS[name] and not there]
+    arguments.only = [name for name in arguments.only if name not in missing]
     on_gpu = arguments.device == "cuda"
     arguments.size = arguments.size or ("large" if on_gpu else "small")
     arguments.dtype = arguments.dtype or ("bfloat16" if on_gpu else "float32")
     import gpu_models  # not at the top: it sets environment variables
 
-    about = gpu_models.surroundings(arguments) | {"size": arguments.size, "dtype": arguments.dtype, "left_out": []}
+    about = gpu_models.surroundings(arguments) | {"size": arguments.size, "dtype": arguments.dtype, "left_out": missing}
     about["ended_early"] = {}
     path = arguments.output / f"serving_{gpu_models.slug('cuda') if on_gpu else 'cpu'}.json"
     rows: list[Row] = []

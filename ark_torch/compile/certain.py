@@ -2,9 +2,9 @@
 
 Such a step is one region whose products have one row each, and what it does is to read the weights once. No compiler
 can be faster than memory, to which loop kernels come near; others start every product anew. Each decoding step that was
-measured ran on ark (docs/performance.md), at least 1.3 times as fast as Inductor's best mode. That holds for the
-machines of those tables alone. Everything else is measured: several rows of products depend on the processor, small
-graphs on the host.
+measured ran on ark (docs/performance.md, docs/measurements.md), at least 1.3 times as fast as Inductor's best mode.
+That holds for the machines named there alone. Everything else is measured: several rows of products depend on the
+processor, small graphs on the host.
 """
 
 from __future__ import annotations

@@ -250,8 +250,10 @@ INFERENCE = [
     ("huggingface", ["--only=plain", "--tokens=6"], ["plain loop, static cache"]),
     ("huggingface", ["--only=pipeline"], ["pipeline, padded texts"]),
     ("decode_loop", ["--tokens=6"], ["decoding, float32"]),
-    ("decode_loop", ["--tokens=6", "--quantize=int8", "--temperature=0.8"], ["decoding, int8"]),
+    ("decode_loop", ["--tokens=6", "--quantize=int8", "--temperature=0.8"], ["decoding, int8, sampled"]),
     ("decode_loop", ["--tokens=6", "--quantize=float8-dynamic", "--dtype=bfloat16"], ["decoding, float8-dynamic"]),
+    ("decode_loop", ["--tokens=6", "--resident"], ["decoding, float32, resident by ark"]),
+    ("decode_loop", ["--tokens=6", "--quantize=int8", "--torchao"], ["decoding, int8 by torchao"]),
     ("encode", ["--sentences=20"], ["sentence embeddings"]),
 ]
 
@@ -264,11 +266,25 @@ def test_inference_gives_eager_pytorchs_results(
     """Each compares itself with eager PyTorch. Inductor is left out: it compiles for longer than all else takes."""
     if name != "decode_loop":
         pytest.importorskip("transformers")
+    if "--torchao" in arguments:
+        pytest.importorskip("torchao")
     done = run([sys.executable, str(EXAMPLES / f"{name}.py"), "--device=cpu", "--times=1", *arguments], tmp_path)
     assert done.returncode == 0, done.stdout
     rates = dict(re.findall(r"^  (eager|ark) +(\d+\.\d) (?:tokens|sentences)/s", done.stdout, re.MULTILINE))
     assert set(rates) == {"eager", "ark"} and all(float(rate) > 0 for rate in rates.values()), done.stdout
     assert told[0] in done.stdout and "WRONG" not in done.stdout
+
+
+@of_examples
+def test_what_torchao_lacks_is_named(tmp_path: Path, leaves_nothing: None) -> None:
+    """torchao packs int4 with kernels for GPUs, and its own message does not say what to do without one."""
+    pytest.importorskip("torchao")
+    command = [sys.executable, str(EXAMPLES / "decode_loop.py"), "--device=cpu", "--torchao"]
+    done = run([*command, "--quantize=int4"], tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stdout, done.stdout
+    assert all(word in done.stdout for word in ("Int4WeightOnlyConfig", "mslk", "--quantize int8")), done.stdout
+    done = run([*command, "--quantize=float8-dynamic"], tmp_path)
+    assert done.returncode == 2 and "--torchao takes --quantize int8, float8, int4" in done.stdout, done.stdout
 
 
 @of_examples

@@ -1,0 +1,122 @@
+"""Weights that torchao has quantised, as its own tensor subclasses: one region for each model, and values.
+
+These are torchao's configurations that run on a CPU. test_low_bits.py has more forms of decoding, written by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+torchao = pytest.importorskip(
+    "torchao.quantization", reason="torchao is not installed (make setup does): its tensor subclasses are not tested"
+)
+
+pytestmark = pytest.mark.timeout(200)
+DEPTH, INNER, WIDTH = 256, 192, 128
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DEPTH, INNER), nn.Linear(INNER, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.down(F.silu(self.up(x)))
+        return h
+
+
+def decoded(weight: Any) -> Tensor:
+    """The weight in float64, from torchao's codes, scales and zeros."""
+    codes, scale = weight.qdata.double(), weight.scale.double()
+    zero = getattr(weight, "zero_point", None)
+    zero = torch.zeros_like(scale) if zero is None else zero.double()
+    groups = codes.view(codes.shape[0], scale.shape[1], -1)
+    return ((groups - zero[:, :, None]) * scale[:, :, None]).flatten(1)
+
+
+def multiplied(weight: Any) -> Tensor:
+    """The weight in float64 where its codes are packed: PyTorch's product with the unit matrix."""
+    return F.linear(torch.eye(weight.shape[1], dtype=weight.dtype), weight).t().double()
+
+
+def packed() -> Any:
+    if torch.backends.cpu.get_cpu_capability() not in ("AVX512", "AVX2"):
+        pytest.skip("PyTorch packs in another order there")
+    return pytest.importorskip("torchao.prototype.quantization.int4").PrototypeInt4WeightOnlyConfig(group_size=64)
+
+
+PerGroup = torchao.PerGroup
+Form = tuple[Callable[[], Any], str, Callable[[Any], Tensor]]
+# What is given to quantize_, ark's name of the weights, and how they are decoded.
+FORMS: dict[str, Form] = {
+    "int8": (torchao.Int8WeightOnlyConfig, "int8 weights, scale a channel", decoded),
+    "int8 tensor": (
+        lambda: torchao.Int8WeightOnlyConfig(granularity=torchao.PerTensor()),
+        "int8 weights, scale a channel",  # torchao repeats the scale
+        decoded,
+    ),
+    "float8": (torchao.Float8WeightOnlyConfig, "float8 weights, scale a channel", decoded),
+    "float8 tensor": (
+        lambda: torchao.Float8WeightOnlyConfig(granularity=torchao.PerTensor()),
+        "float8 weights, scale a tensor",
+        decoded,
+    ),
+    "intx int8": (torchao.IntxWeightOnlyConfig, "int8 weights, scale a channel, and a zero", decoded),
+    "intx int4": (
+        lambda: torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)),
+        "int8 weights, scale a group of 32, and a zero",
+        decoded,
+    ),
+    "intx int4 zeros": (
+        lambda: torchao.IntxWeightOnlyConfig(
+            weight_dtype=torch.int4, granularity=PerGroup(32), mapping_type=torchao.MappingType.ASYMMETRIC
+        ),
+        "int8 weights, scale a group of 32, and a zero",
+        decoded,
+    ),
+    "int4 packed for CPUs": (packed, "int4 weights, scale a group of 64, and a zero", multiplied),
+}
+
+
+@pytest.fixture(autouse=True)
+def settings_of_inductor() -> Iterator[None]:
+    """quantize_ changes them for the whole process."""
+    from torch._inductor import config
+
+    before = config.save_config()
+    yield
+    config.load_config(before)
+
+
+def error(got: Tensor, right: Tensor) -> float:
+    return float((got.double() - right).abs().max())
+
+
+@pytest.mark.by_day("int8-dtype0", "float8-dtype1", "intx int4-dtype0", "int4 packed for CPUs-dtype0")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", FORMS)
+def test_what_quantize_makes(name: str, dtype: torch.dtype, compiled: Any) -> None:
+    """For one and for many rows. Errors are at most about those of torchao in eager PyTorch."""
+    configuration, told, decode = FORMS[name]
+    model = Net().to(dtype).eval()
+    torchao.quantize_(model, configuration())
+    assert type(model.up.weight).__module__.startswith("torchao."), "quantize_ has left the weight as it was"
+    up, down = decode(model.up.weight), decode(model.down.weight)
+    for rows in (1, 5, 35):
+        x = torch.randn(rows, DEPTH).to(dtype)
+        torch._dynamo.reset()
+        ours, report = compiled(model, dynamic=False, fallback=False, minimum=1)
+        got = ours(x)
+        right = F.linear(F.silu(F.linear(x.double(), up, model.up.bias.double())), down)
+        places = 4 if dtype == torch.float32 else 1  # in float32 the order of a sum matters that much
+        place = torch.finfo(dtype).eps * float(right.abs().max())
+        assert got.dtype == dtype and torch.equal(got, ours(x))
+        assert error(got, right) <= 1.5 * error(model(x), right) + places * place, rows
+        assert len(report.regions) == 1 and not report.fallbacks
+        assert report.graphs[0].weights == [f"2 times: product of {told}"]
