@@ -99,6 +99,26 @@ TEST(KeepFloat, WhatIsSeenIsRoundedForOthersToo) {
   EXPECT_GT(both, 0) << "nothing is stored in both types: this graph shows nothing";
 }
 
+// Of many rows, a residual is kept, and a product's result is not.
+TEST(KeepFloat, AResidualOfManyRows) {
+  for (const int64_t rows : {1400, 88000}) {
+    GraphBuilder builder;
+    const int x = builder.input({rows, 24}, kHalf);
+    const int sum = builder.pointwise("add", {x, linear(builder, x, 24)}, kHalf);
+    const int mean = builder.reduce("mean", sum, {1}, true, kHalf);
+    const int normed = builder.pointwise("sub", {sum, mean}, kHalf);
+    builder.copy_out(builder.pointwise("add", {sum, linear(builder, normed, 24)}, kHalf));
+    Graph& graph = builder.graph;
+    std::vector<ScalarType> types;
+    for (const Stage& stage : fp32_intermediates(graph, make_stages(graph), gpu_target("sm_90a", kWorkers)))
+      for (const Access& access : stage.accesses)
+        if (access.write && graph.buffer_of(access.value).kind == Buffer::Kind::temporary)
+          types.push_back(graph.values()[static_cast<size_t>(access.value)].type);
+    // The second is larger than 4 MB.
+    EXPECT_EQ(types, (Types{kHalf, rows == 1400 ? kWide : kHalf, kHalf, kHalf}));
+  }
+}
+
 TEST(KeepFloat, ManyRowsAreNotStoredTwiceAsWide) {
   GraphBuilder builder;
   const int x = builder.input({1400, 24}, kHalf);
