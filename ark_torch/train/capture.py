@@ -59,7 +59,10 @@ def capture(
             that, and its learning rates become device tensors, which schedulers fill in place between calls.
         loss: `loss(model, batch)` returns a one-element tensor. It calls the model that it is given, does not make the
             host wait (`.item()`, `print(tensor)`, `if tensor:`), and runs the same operators in each call. None for a
-            schedule, which has its own.
+            schedule, which has its own. It may ask for gradients with respect to tensors of the batch
+            (`x.requires_grad_()`, or a batch tensor that requires them): it is given leaves of its own, so read them in
+            loss(), as by torch.autograd.grad(). The `.grad` of the caller's tensors stays as it is, and no gradient
+            flows back to what made them.
         max_norm: maximum norm of all gradients together, to which they are clipped; None: no clipping.
         steps: if more than 1, a call takes a list of up to this many batches and runs as many steps in one launch.
         accumulate: if more than 1, a batch is a list of this many micro-batches; the loss is their mean, and gradients

@@ -331,7 +331,7 @@ class CapturedStep:
             step.averaging.prepare(self._device)
 
         def body() -> None:
-            for number, micro_batches in enumerate(static.batch):
+            for number, micro_batches in enumerate(static.views()):
                 losses[number].copy_(step.run(micro_batches, captured=True))
 
         sums = step.buckets.sums if step.buckets is not None else None
