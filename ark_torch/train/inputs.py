@@ -11,7 +11,7 @@ every step gets views of its own, and the tensors behind them stay writable.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,6 +77,30 @@ def read(batch: Any, shown: tuple[bool, bool]) -> Batch:
         # NaN equals nothing, and 0.0 equals -0.0: their texts tell them apart.
         key.append((type(leaf).__name__, repr(leaf) if isinstance(leaf, (float, complex)) else leaf))
     return Batch(tensors, trained, leaves, spec, tuple(key))
+
+
+def split(batch: Any, steps: int, accumulate: int) -> list[Sequence[Any]]:
+    """The micro-batches of each step. Raises ValueError if the batch is no list of them."""
+    batches = [batch]
+    if steps > 1:
+        if not isinstance(batch, (list, tuple)) or not 1 <= len(batch) <= steps:
+            raise ValueError(f"ark: train.capture: steps={steps}: pass a list of 1 to {steps} batches.")
+        batches = list(batch)
+    if accumulate == 1:
+        return [[one] for one in batches]
+    for one in batches:
+        if not isinstance(one, (list, tuple)):
+            raise ValueError(
+                f"ark: train.capture: accumulate={accumulate}: a batch is a list of so many micro-batches, and this one "
+                f"is a {type(one).__name__}."
+            )
+        if len(one) != accumulate:
+            raise ValueError(
+                f"ark: train.capture: accumulate={accumulate}: a batch is a list of so many micro-batches, and this one "
+                f"has {len(one)}: leave out the rest of a dataset (drop_last=True), or close() this step and train the "
+                f"rest by capture(..., accumulate={max(1, len(one))})."
+            )
+    return [list(one) for one in batches]
 
 
 def _place(path: Any, shown: tuple[bool, bool]) -> str:

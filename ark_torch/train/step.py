@@ -163,6 +163,11 @@ class Step:
             raise ValueError(
                 f"ark: train.capture: loss() returned a tensor of shape {tuple(loss.shape)}: return its mean or sum."
             )
+        if loss.is_complex():
+            raise ValueError(
+                "ark: train.capture: loss() returned a complex tensor, which has no minimum: return a real one, as by "
+                ".abs() or .real."
+            )
         if not loss.requires_grad:
             raise ValueError(
                 "ark: train.capture: loss() returned a tensor without a graph behind it: compute it from the model "
