@@ -25,25 +25,32 @@ class Baked:
 
     def __init__(self, model: nn.Module, averaged: nn.Module | None, optimizer: Optimizer) -> None:
         self._model, self._averaged, self._optimizer = model, averaged, optimizer
+        self._tensors: dict[str, tuple[dict[str, Any], str, Tensor]] = {}
+        self._outputs: set[str] = set()  # tensors that steps put into modules
         self._labels: list[list[str]] = []
         self._epoch = 0  # of the base
         self._base: list[Any] = []  # values to which the differences in keys refer
         self._last: list[Any] = []  # values at the last key()
         self._difference: tuple[Hashable, ...] = ()
         self.why_changed = ""  # a sentence about a value that changed before the last key()
-        self.refresh()
+        self.refresh(by_step=False)
 
-    def refresh(self) -> None:
-        """Takes everything as it is now: after a step that ran on the host."""
+    def refresh(self, by_step: bool = True) -> None:
+        """Takes everything as it is now; `by_step`: a step that ran on the host has made it so."""
         modules = list(self._model.modules())
         averaged = list(self._averaged.modules()) if self._averaged is not None else []
         self._slots = [Slots(modules, "_buffers"), Slots(averaged, "_buffers"), Slots(averaged, "_parameters")]
-        self._tensors = [
-            (one.__dict__, name, value)
-            for one in modules
+        tensors = {
+            f"{path}.{name}" if path else name: (one.__dict__, name, value)
+            for path, one in self._model.named_modules()
             for name, value in one.__dict__.items()
             if isinstance(value, Tensor)
-        ]
+        }
+        if by_step:
+            known = self._tensors
+            self._outputs |= {label for label in tensors if label in known and tensors[label][2] is not known[label][2]}
+        self._tensors = tensors
+        self._watched = [(label, *where) for label, where in tensors.items() if label not in self._outputs]
         self._state = self._state_now()
         self._take_values()
 
@@ -53,9 +60,9 @@ class Baked:
         """A sentence about a tensor that has taken another's place; "" if there is none."""
         if not all(slots.same() for slots in self._slots):
             return "a buffer of the model is another tensor than before"
-        for attributes, name, value in self._tensors:
+        for label, attributes, name, value in self._watched:
             if attributes.get(name) is not value:
-                return f"the model's {name!r} is another tensor than before"
+                return f"the model's {label!r} is another tensor than before"
         if not same_objects(self._state_now(), self._state):
             return "the optimizer's state was replaced"
         return ""

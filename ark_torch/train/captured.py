@@ -94,7 +94,8 @@ class CapturedStep:
         elif not self._never:
             self._rates = optimizers.Rates(step.optimizer, self._device)
         self._layout = Layout(subject, step.optimizer)
-        self._baked = self._bake()
+        averaged = step.averaging.module if step.averaging is not None else None
+        self._baked = Baked(subject.module, averaged, step.optimizer)
 
     def _make_buckets(self) -> None:
         subject = self._step.subject
@@ -104,11 +105,6 @@ class CapturedStep:
             self._sizing = sizing.sizing_for(subject, self._agreement, self._device)
         limit = sizing.CANDIDATES_MB[0] if self._mb is None else self._mb
         self._step.buckets = Buckets(subject, self._agreement, int(limit * MB), self._registered)
-
-    def _bake(self) -> Baked:
-        averaging = self._step.averaging
-        averaged = averaging.module if averaging is not None else None
-        return Baked(self._step.subject.module, averaged, self._step.optimizer)
 
     # ---- A call
 
@@ -206,7 +202,7 @@ class CapturedStep:
         self._forget_graphs()
         self._shapes.clear()
         models.look_again(self._step.subject)
-        self._baked = self._bake()
+        self._baked.refresh(by_step=False)
         self._options, self._why_anew = None, why
 
     # ---- Eager steps

@@ -252,4 +252,5 @@ def same_weights(subject: Subject, only: set[str] | None = None) -> None:
         named = tuple((name, p) for name, p in module.named_parameters() if name in only)
     tensors = [tensor.detach() for name, tensor in named if not _is_apart(subject, name)]
     local = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    dist._broadcast_coalesced(subject.group, local, 250 << 20, 0)
+    if local:
+        dist._broadcast_coalesced(subject.group, local, 250 << 20, 0)
