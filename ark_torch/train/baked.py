@@ -1,14 +1,15 @@
 """What a graph takes from the host, and would repeat although the host has changed it since.
 
 Addresses: buffers, tensors stored in modules, the optimizer's state. If the host puts another tensor in such a place
-between two calls, graphs are recorded anew. Values: numbers, strings and training modes in modules (dropout's `p`). They
-tell graphs apart, as a batch's shape does.
+between two calls, graphs are recorded anew. Values: numbers, strings and training modes in modules (dropout's `p`).
+They tell graphs apart, as a batch's shape does.
 
 Changes by the step itself are another matter (reasons.py): eager steps and captures end with refresh().
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable
 from operator import itemgetter
 from typing import Any
@@ -16,7 +17,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ark_torch.train.layout import Slots, same_objects, values_of
+from ark_torch import _C
+from ark_torch.train.layout import Slots
 from ark_torch.train.reasons import OF_MODULES, is_plain
 
 
@@ -25,7 +27,7 @@ class Baked:
 
     def __init__(self, model: nn.Module, averaged: nn.Module | None, optimizer: Optimizer) -> None:
         self._model, self._averaged, self._optimizer = model, averaged, optimizer
-        self._tensors: dict[str, tuple[dict[str, Any], str, Tensor]] = {}
+        self._tensors: dict[str, tuple[dict[str, Any], str, weakref.ref[Tensor]]] = {}  # it frees what it drops
         self._outputs: set[str] = set()  # tensors that steps put into modules
         self._labels: list[list[str]] = []
         self._epoch = 0  # of the base
@@ -39,19 +41,22 @@ class Baked:
         """Takes everything as it is now; `by_step`: a step that ran on the host has made it so."""
         modules = list(self._model.modules())
         averaged = list(self._averaged.modules()) if self._averaged is not None else []
-        self._slots = [Slots(modules, "_buffers"), Slots(averaged, "_buffers"), Slots(averaged, "_parameters")]
+        self._slots = [
+            Slots(one._buffers for one in (*modules, *averaged)),
+            Slots(one._parameters for one in averaged),
+        ]
         tensors = {
-            f"{path}.{name}" if path else name: (one.__dict__, name, value)
+            f"{path}.{name}" if path else name: (one.__dict__, name, weakref.ref(value))
             for path, one in self._model.named_modules()
             for name, value in one.__dict__.items()
             if isinstance(value, Tensor)
         }
         if by_step:
-            known = self._tensors
-            self._outputs |= {label for label in tensors if label in known and tensors[label][2] is not known[label][2]}
+            both = tensors.keys() & self._tensors.keys()
+            self._outputs |= {label for label in both if tensors[label][2]() is not self._tensors[label][2]()}
         self._tensors = tensors
         self._watched = [(label, *where) for label, where in tensors.items() if label not in self._outputs]
-        self._state = self._state_now()
+        self._held = [value for state in self._states() for value in state.values()]
         self._take_values()
 
     # ---- Addresses
@@ -61,18 +66,20 @@ class Baked:
         if not all(slots.same() for slots in self._slots):
             return "a buffer of the model is another tensor than before"
         for label, attributes, name, value in self._watched:
-            if attributes.get(name) is not value:
+            if attributes.get(name) is not value():
                 return f"the model's {label!r} is another tensor than before"
-        if not same_objects(self._state_now(), self._state):
+        if not self._same_states():
             return "the optimizer's state was replaced"
         return ""
 
-    def _state_now(self) -> list[Any]:
-        states = self._optimizer.state.values()
+    def _states(self) -> list[dict[Any, Any]]:
+        return [one for one in self._optimizer.state.values() if isinstance(one, dict)]
+
+    def _same_states(self) -> bool:
         try:
-            return values_of(states)
-        except TypeError:  # some optimizers of others keep objects there
-            return values_of(one for one in states if isinstance(one, dict))
+            return _C._holds(list(self._optimizer.state.values()), self._held)
+        except TypeError:  # some optimizers of others keep objects beside dictionaries
+            return _C._holds(self._states(), self._held)
 
     # ---- Values
 

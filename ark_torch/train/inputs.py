@@ -89,16 +89,18 @@ def split(batch: Any, steps: int, accumulate: int) -> list[Sequence[Any]]:
     if accumulate == 1:
         return [[one] for one in batches]
     for one in batches:
-        if not isinstance(one, (list, tuple)):
+        is_list = isinstance(one, (list, tuple))
+        if not is_list or len(one) != accumulate:
+            has = f"has {len(one)}" if is_list else f"is a {type(one).__name__}"
+            remedy = "pass a list"
+            if is_list and len(one) < accumulate:
+                remedy = (
+                    "leave out the rest of a dataset (drop_last=True), or close() this step and train the rest by "
+                    f"capture(..., accumulate={max(1, len(one))})"
+                )
             raise ValueError(
-                f"ark: train.capture: accumulate={accumulate}: a batch is a list of so many micro-batches, and this one "
-                f"is a {type(one).__name__}."
-            )
-        if len(one) != accumulate:
-            raise ValueError(
-                f"ark: train.capture: accumulate={accumulate}: a batch is a list of so many micro-batches, and this one "
-                f"has {len(one)}: leave out the rest of a dataset (drop_last=True), or close() this step and train the "
-                f"rest by capture(..., accumulate={max(1, len(one))})."
+                f"ark: train.capture: accumulate={accumulate}: a batch is a list of so many micro-batches, and this "
+                f"one {has}: {remedy}."
             )
     return [list(one) for one in batches]
 

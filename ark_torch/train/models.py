@@ -226,8 +226,8 @@ def check_again(subject: Subject, clips: bool, scales: bool) -> None:
         raise ValueError("ark: train.capture: fully_shard was called after capture(): call capture() again.")
     if isinstance(getattr(subject.module, "_orig_mod", subject.module), DistributedDataParallel):
         raise ValueError(
-            "ark: train.capture: other parameters are trained than at capture(), which the DistributedDataParallel's own "
-            "buckets do not notice: wrap the model anew, and call capture() again."
+            "ark: train.capture: other parameters are trained than at capture(), which the DistributedDataParallel's "
+            "own buckets do not notice: wrap the model anew, and call capture() again."
         )
     look_again(subject)
     check_apart(subject, clips, scales)

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-
 KEEP_STATE = ("Adagrad", "Adafactor", "SparseAdam")  # of torch.optim, on the host
 
 
@@ -131,9 +130,10 @@ def check(optimizer: Any, trained: list[Tensor]) -> None:
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:
-    required = inspect.Parameter.empty
+    """Whether step() has an argument without a default."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(optimizer.step).parameters.values()
-    return any(one.default is required and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in parameters)
+    return any(one.default is inspect.Parameter.empty and one.kind in positional for one in parameters)
 
 
 Numbers = tuple[tuple[tuple[str, Any], ...], ...]

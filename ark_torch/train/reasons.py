@@ -110,8 +110,8 @@ class HostState:
         for name, (buffer, other) in _pairs(self._buffers, dict(self._module.named_buffers())):
             if buffer is not other:
                 return (
-                    f"the step puts another tensor in the place of the model's buffer {name!r}, which a graph would not: "
-                    "fill it in place, as by copy_()"
+                    f"the step puts another tensor in the place of the model's buffer {name!r}, which a graph would "
+                    "not: fill it in place, as by copy_()"
                 )
         for name, (before, after) in _pairs(self._of_optimizer, _numbers(self._optimizer)):
             if before != after:

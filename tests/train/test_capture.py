@@ -204,13 +204,13 @@ BAD = {
     "micro-batches": (
         ValueError,
         lambda m, o: capture(m, o, small.loss, accumulate=2)([small.batch("gpt2", 0)]),
-        r"accumulate=2: a batch is a list of so many micro-batches, and this one has 1: leave out the rest of a dataset "
-        r"\(drop_last=True\), or close\(\) this step and train the rest by capture\(\.\.\., accumulate=1\)",
+        r"accumulate=2: a batch is a list of so many micro-batches, and this one has 1: leave out the rest of a "
+        r"dataset \(drop_last=True\), or close\(\) this step and train the rest by capture\(\.\.\., accumulate=1\)",
     ),
     "no micro-batches": (
         ValueError,
         lambda m, o: capture(m, o, small.loss, accumulate=2)(small.batch("gpt2", 0)),
-        "accumulate=2: a batch is a list of so many micro-batches, and this one is a dict",
+        "accumulate=2: a batch is a list of so many micro-batches, and this one is a dict: pass a list",
     ),
     "complex loss": (
         ValueError,

@@ -189,7 +189,9 @@ def test_a_value_that_changes_with_every_call_is_named() -> None:
     fake_graphs.use()
     model = _model()
     step = capture(model, _adam(model), _loss)
-    with pytest.warns(UserWarning, match=r"the model's '2\.p' changed from 0\.\d+ to 0\.\d+, and each value needs a graph"):
+    with pytest.warns(
+        UserWarning, match=r"the model's '2\.p' changed from 0\.\d+ to 0\.\d+, and each value needs a graph"
+    ):
         for number in range(8):
             model[2].p = 0.1 + number / 100
             step(_x(number))
@@ -253,8 +255,8 @@ def test_parameters_that_the_optimizer_does_not_have(how: str, graphs: bool) -> 
             step(_x(5))
         assert str(caught.value) == (
             "ark: train.capture: parameter '0.weight' is not the tensor of capture() (assigned, or loaded with "
-            "assign=True), and the optimizer updates the old one: make the optimizer anew, with the model's parameters, "
-            "and call capture() again."
+            "assign=True), and the optimizer updates the old one: make the optimizer anew, with the model's "
+            "parameters, and call capture() again."
         )
 
 
@@ -278,7 +280,10 @@ def test_a_constant_that_is_no_number_has_a_graph() -> None:
     assert step.captured and recorder.counts["records"] == 1
 
 
-@pytest.mark.parametrize("name", "AdamW Adam SGD NAdam RAdam RMSprop Adadelta Adamax ASGD Rprop".split())
+OPTIMIZERS = ("AdamW", "Adam", "SGD", "NAdam", "RAdam", "RMSprop", "Adadelta", "Adamax", "ASGD", "Rprop")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_state_from_a_gpu_goes_on_on_a_cpu(name: str) -> None:
     """As saved after a capture there: capturable, fused, with a tensor as rate. Loaded before capture(), or later."""
     weights = []
