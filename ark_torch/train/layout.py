@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from operator import is_
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
