@@ -44,7 +44,9 @@ def capture(
     gradients and the number of ranks is a power of two (DistributedDataParallel divides before it adds).
 
     capture() is collective over the group, like DistributedDataParallel's constructor: it compares what the ranks
-    train, and gives a plain module the weights and buffers of the group's first rank.
+    train (parameters, options, the optimizer's groups and rates), and gives a plain module the weights and buffers of
+    the group's first rank. So does the next call after parameters were frozen, unfrozen or replaced on some rank: it
+    begins anew on all ranks, or raises on all.
 
     Args:
         model: a module on one device. Plain, or in a DistributedDataParallel: gradients are averaged in buckets of this
@@ -84,6 +86,7 @@ def capture(
     Raises:
         TypeError, ValueError: an argument that cannot be trained, or ranks that differ; the message names what and
             where.
+        RuntimeError: in a call, what changed since capture() so that the step cannot go on; the message names it.
 
     Example:
         >>> step = ark_torch.train.capture(model, optimizer, lambda model, batch: model(**batch).loss, max_norm=1.0)
