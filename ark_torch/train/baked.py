@@ -139,11 +139,10 @@ class Baked:
 
 
 def _reader(names: list[str]) -> Callable[[Any], tuple[Any, ...]]:
-    """Reads these attributes (there is at least the training mode), as a tuple."""
-    if len(names) == 1:
-        only = names[0]
-        return lambda attributes: (attributes[only],)
-    return itemgetter(*names)
+    """Reads these attributes, as a tuple."""
+    if len(names) > 1:
+        return itemgetter(*names)
+    return lambda attributes: tuple(attributes[name] for name in names)
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -23,7 +23,7 @@ class Slots:
     """Dictionaries, and what they hold: a module's parameters by name, for example."""
 
     def __init__(self, dicts: Iterable[dict[Any, Any]]) -> None:
-        self._dicts = list(dicts)
+        self._dicts = [one for one in dicts if isinstance(one, dict)]  # TorchScript's modules have views of C++ tables
         self._held = [value for one in self._dicts for value in one.values()]
 
     def same(self) -> bool:

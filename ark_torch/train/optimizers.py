@@ -130,10 +130,10 @@ def check(optimizer: Any, trained: list[Tensor]) -> None:
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:
-    """Whether step() has an argument without a default."""
+    """Whether step() has an argument without a default. The class's: a scheduler wraps the optimizer's own."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(optimizer.step).parameters.values()
-    return any(one.default is inspect.Parameter.empty and one.kind in positional for one in parameters)
+    parameters = list(inspect.signature(type(optimizer).step).parameters.values())
+    return any(one.default is inspect.Parameter.empty and one.kind in positional for one in parameters[1:])
 
 
 Numbers = tuple[tuple[tuple[str, Any], ...], ...]

@@ -94,8 +94,8 @@ def test_schedulers_autocast_and_checkpointing() -> None:
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), batch["labels"].flatten())
 
     model, other, optimizer, theirs = _both(dropout=0.3)
-    step = capture(model, optimizer, loss)
     schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(o, 6) for o in (optimizer, theirs)]
+    step = capture(model, optimizer, loss)  # after a scheduler has wrapped optimizer.step
     for number in range(6):
         batch = small.batch("gpt2", number)
         torch.manual_seed(number)

@@ -260,6 +260,27 @@ def test_parameters_that_the_optimizer_does_not_have(how: str, graphs: bool) -> 
         )
 
 
+@pytest.mark.parametrize("kind", ["compiled", "scripted part"])
+def test_modules_that_are_wrapped(kind: str) -> None:
+    """torch.compile's wrapper has its training mode elsewhere, and TorchScript's modules their parameters."""
+    recorder = fake_graphs.use()
+    model = _model().eval()
+    if kind == "scripted part":
+        model[3] = torch.jit.script(model[3])
+    subject: Any = torch.compile(model, backend="eager") if kind == "compiled" else model
+    step = capture(subject, _adam(model), _loss)
+    for number in range(5):
+        step(_x(number))
+    assert step.captured, step.reason
+    model.train()
+    step(_x(5))
+    assert not step.captured and "training' changed from False to True" in step.reason
+    model[0].requires_grad_(False)
+    for number in range(6, 11):
+        step(_x(number))
+    assert step.captured and recorder.counts["records"] == 2, step.reason
+
+
 def test_all_frozen() -> None:
     model = _model()
     step = capture(model, _adam(model), _loss)
