@@ -94,8 +94,10 @@ class CapturedStep:
         elif not self._never:
             self._rates = optimizers.Rates(step.optimizer, self._device)
         self._layout = Layout(subject, step.optimizer)
-        averaged = step.averaging.module if step.averaging is not None else None
-        self._baked = Baked(subject.module, averaged, step.optimizer)
+        self._baked: Baked | None = None  # what graphs take; none if there are no graphs, since it keeps states alive
+        if self._recorder is not None and not self._never:
+            averaged = step.averaging.module if step.averaging is not None else None
+            self._baked = Baked(subject.module, averaged, step.optimizer)
 
     def _make_buckets(self) -> None:
         subject = self._step.subject
@@ -115,7 +117,7 @@ class CapturedStep:
         read = inputs.read(batches, (self._steps > 1, self._accumulate > 1))
         fsdp.reshard(self._step.subject.sharded)
         relaid = self._layout.changed()
-        if self._recorder is None or self._never:
+        if self._baked is None:
             if relaid if self._agreement is None else RELAID in self._agreement.everyone(RELAID if relaid else EAGER):
                 self._begin_anew()
             if self._device.type == "cpu":
@@ -145,7 +147,7 @@ class CapturedStep:
     def close(self) -> None:
         """Frees graphs and buckets, and restores a DistributedDataParallel. Collective if a group is ark's."""
         self._forget_graphs()
-        self._closed = True
+        self._closed, self._baked = True, None
         if self._step.buckets is not None:
             self._step.buckets.close()
             self._step.buckets = None
@@ -176,7 +178,7 @@ class CapturedStep:
         why = self._layout.why_not(layout)
         if not why:
             try:
-                models.check_again(subject, step.max_norm is not None, step.scaler is not None)
+                models.check_again(subject, step.max_norm is not None, step.scales)
                 optimizers.check(step.optimizer, list(layout.parameters.values()))
             except ValueError as error:
                 why = str(error).removeprefix("ark: train.capture: ").removesuffix(".")
@@ -202,7 +204,8 @@ class CapturedStep:
         self._forget_graphs()
         self._shapes.clear()
         models.look_again(self._step.subject)
-        self._baked.refresh(by_step=False)
+        if self._baked is not None:
+            self._baked.refresh(by_step=False)
         self._options, self._why_anew = None, why
 
     # ---- Eager steps
@@ -249,7 +252,7 @@ class CapturedStep:
         """After the host has run a step, which may have created tensors and changed attributes."""
         if self._step.subject.sharded:
             self._layout.settle()
-        if self._recorder is not None and not self._never:
+        if self._baked is not None:
             self._baked.refresh()
 
     def _break_off(self) -> None:
@@ -263,7 +266,7 @@ class CapturedStep:
         if self._recorder is None or subject.reason:
             return subject.reason
         if self._device.type == "cuda":
-            why = optimizers.why_not(step.optimizer, step.scaler is not None and step.scaler.is_enabled())
+            why = optimizers.why_not(step.optimizer, step.scales)
             if why:
                 return why
             if subject.group is not None:
@@ -284,6 +287,7 @@ class CapturedStep:
         return sum(one.graph is not None for one in self._shapes.values()) >= self._max_shapes
 
     def _shape_of(self, read: inputs.Batch) -> _Shape:
+        assert self._baked is not None
         kind = self._device.type
         options = optimizers.numbers(self._step.optimizer, self._step.scaler)
         values = self._baked.key()
@@ -299,6 +303,7 @@ class CapturedStep:
 
     def _note_change(self, options: optimizers.Numbers, known: bool) -> None:
         """Says so if options of the optimizer or attributes change with every call, so that none is captured."""
+        assert self._baked is not None
         of_optimizer = optimizers.changed(self._options, options) if self._options is not None else ""
         self._why_changed = of_optimizer or self._baked.why_changed
         self._options = options
@@ -363,7 +368,8 @@ class CapturedStep:
                 self._break_off()
                 before.restore()
             before.restore_host()
-            self._baked.refresh()
+            if self._baked is not None:
+                self._baked.refresh()
         captured = shape.graph is not None
         if self._settle_captures(why, shape.graph):
             return True
@@ -422,7 +428,7 @@ class CapturedStep:
         if self._agreement is not None:
             why = self._agreement.whose(self._agreement.share(why))
         self._forget_graphs()
-        self._never = why
+        self._never, self._baked = why, None
 
     def _replay(self, graph: _Graph, read: inputs.Batch, count: int) -> Tensor:
         self._mover.staged(read.tensors, graph.static)

@@ -28,8 +28,8 @@ def facts_of(step: Step, options: dict[str, str]) -> dict[str, str]:
             facts[f"parameter {name!r}"] = f"{str(p.dtype).removeprefix('torch.')} {list(p.shape)}"
         facts |= optimizer | _groups(subject, step.optimizer)
     scaler = step.scaler
-    facts["scaler"] = "none" if scaler is None else "given" if scaler.is_enabled() else "given, with enabled=False"
-    if scaler is not None and scaler.is_enabled():
+    facts["scaler"] = "none" if scaler is None else "given" if step.scales else "given, with enabled=False"
+    if step.scales:
         facts["the scaler's scale"] = repr(scaler.get_scale())
         facts |= {f"the {name}": repr(value) for name, value in optimizers.of_scaler(scaler)}
     return facts | {"max_norm": str(step.max_norm)} | options

@@ -40,6 +40,11 @@ class Step:
     buckets: Buckets | None = None
     standby: Standby | None = None
 
+    @property
+    def scales(self) -> bool:
+        """Whether losses are scaled."""
+        return self.scaler is not None and bool(self.scaler.is_enabled())
+
     def run(self, micro_batches: Sequence[Any], captured: bool = False) -> Tensor:
         """Runs the step. Returns the mean loss of the micro-batches, a new detached 0-d tensor."""
         self._in_step(True)
