@@ -24,6 +24,14 @@ pytestmark = [ark_only]
 _REAL = graphs.recorder_for
 
 
+def _play(graph: bool) -> None:
+    """Graphs are played, or there are none, whatever tests before on the same ranks have left."""
+    if graph:
+        fake_graphs.use()
+    else:
+        graphs.recorder_for = lambda device: None  # type: ignore[assignment]
+
+
 def _adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
@@ -60,8 +68,7 @@ def _by_ddp(rank: Rank) -> Tensor:
 def _unfreezes(rank: Rank, wrapped: bool, graph: bool) -> list[bool]:
     rank.init()
     expected = _by_ddp(rank)
-    if graph:
-        fake_graphs.use()
+    _play(graph)
     model = small.make("gpt2")
     _set_trained(model, 0)
     ddp = DDP(model) if wrapped else None
@@ -161,8 +168,7 @@ def test_an_evaluation_between_steps_with_fully_shard() -> None:
 def _one_alone(rank: Rank, what: str, graph: bool) -> str:
     """Rank 1 changes something, and rank 0 does not. Then both do, or rank 1 takes it back, and training goes on."""
     rank.init()
-    if graph:
-        fake_graphs.use()
+    _play(graph)
     model: Any = small.make("gpt2")
     optimizer = _adam(model)
     step = capture(model, optimizer, small.loss)
