@@ -1,4 +1,4 @@
-// ark_torch._C. Only this file and bindings_plan.cpp use Python.
+// ark_torch._C. Only this file and bindings_*.cpp use Python.
 //
 // Binds the process group and its options, the flight record, and functions for tools and tests.
 #include <torch/csrc/utils/pybind.h>
@@ -489,4 +489,5 @@ PYBIND11_MODULE(_C, m) {
   bind_windows(m);
   ark::bind_plan(m);
   ark::bind_nodes(m);
+  ark::bind_train(m);
 }

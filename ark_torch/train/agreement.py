@@ -1,8 +1,9 @@
 """Host-side messages between ranks, which keep every step the same on all of them.
 
-Before the first step the ranks compare what they train; before each call, what they are about to do: an eager step and
-a replayed one must not meet, since graphs use other collective paths. A call costs one all_gather of 8 bytes of CPU
-memory, about 10 us over ark, while the GPU still runs earlier steps. Texts travel as UTF-8 bytes; nothing is unpickled.
+Before the first step the ranks compare what they train (facts.py); before each call, what they are about to do. An
+eager step and a replayed one must not meet, since graphs use other collective paths, and no rank may begin anew alone.
+A call costs one all_gather of 8 bytes of CPU memory, about 10 us over ark, while the GPU still runs earlier steps.
+Texts travel as UTF-8 bytes; nothing is unpickled.
 
 Over ark the messages use a group of their own: a collective of the user's group that only one rank captures (a failed
 capture, a new shape on one rank) must not disturb their order.
@@ -17,7 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-REPLAY, CAPTURE, EAGER, FAILED = range(4)  # what a rank is about to do, or the result
+# What a rank is about to do, or the result. MOVED: graphs must be made anew; RELAID: buckets too.
+REPLAY, CAPTURE, EAGER, FAILED, MOVED, RELAID = range(6)
+KINDS = 8  # the values fit below
 
 
 class Agreement:

@@ -44,7 +44,9 @@ def capture(
     gradients and the number of ranks is a power of two (DistributedDataParallel divides before it adds).
 
     capture() is collective over the group, like DistributedDataParallel's constructor: it compares what the ranks
-    train, and gives a plain module the weights and buffers of the group's first rank.
+    train (parameters, options, the optimizer's groups and rates), and gives a plain module the weights and buffers of
+    the group's first rank. So does the next call after parameters were frozen, unfrozen or replaced on some rank: it
+    begins anew on all ranks, or raises on all.
 
     Args:
         model: a module on one device. Plain, or in a DistributedDataParallel: gradients are averaged in buckets of this
@@ -59,7 +61,10 @@ def capture(
             that, and its learning rates become device tensors, which schedulers fill in place between calls.
         loss: `loss(model, batch)` returns a one-element tensor. It calls the model that it is given, does not make the
             host wait (`.item()`, `print(tensor)`, `if tensor:`), and runs the same operators in each call. None for a
-            schedule, which has its own.
+            schedule, which has its own. It may ask for gradients with respect to tensors of the batch
+            (`x.requires_grad_()`, or a batch tensor that requires them): it is given leaves of its own, so read them in
+            loss(), as by torch.autograd.grad(). The `.grad` of the caller's tensors stays as it is, and no gradient
+            flows back to what made them.
         max_norm: maximum norm of all gradients together, to which they are clipped; None: no clipping.
         steps: if more than 1, a call takes a list of up to this many batches and runs as many steps in one launch.
         accumulate: if more than 1, a batch is a list of this many micro-batches; the loss is their mean, and gradients
@@ -81,6 +86,7 @@ def capture(
     Raises:
         TypeError, ValueError: an argument that cannot be trained, or ranks that differ; the message names what and
             where.
+        RuntimeError: in a call, what changed since capture() so that the step cannot go on; the message names it.
 
     Example:
         >>> step = ark_torch.train.capture(model, optimizer, lambda model, batch: model(**batch).loss, max_norm=1.0)

@@ -2,7 +2,8 @@
 
 The first calls train eagerly, on the stream of later captures. Then each batch shape gets a CUDA graph of the step,
 which later calls replay. A step that cannot be captured always runs eagerly, and reports why. All ranks of the group do
-the same in each call: all replay, or all run eagerly.
+the same in each call: all replay, or all run eagerly. A change of what is trained (frozen parameters, others in their
+place) begins anew on all ranks, as capture() does.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +18,12 @@ import torch
 from torch import Tensor
 
 from ark_torch.train import ddp, fsdp, graphs, held, inputs, models, optimizers, reasons, scope, sizing
-from ark_torch.train.agreement import CAPTURE, EAGER, FAILED, REPLAY, Agreement
+from ark_torch.train.agreement import CAPTURE, EAGER, FAILED, KINDS, MOVED, RELAID, REPLAY, Agreement
+from ark_torch.train.baked import Baked
 from ark_torch.train.before import Before
 from ark_torch.train.buckets import Buckets
+from ark_torch.train.facts import facts_of
+from ark_torch.train.layout import Layout
 from ark_torch.train.step import Step
 
 MB = 1 << 20
@@ -42,6 +45,7 @@ class _Shape:
     """The state of one kind of call."""
 
     seen: bool = False  # has run eagerly
+    filled: bool = False  # the host's state has changed in a first call, as caches do
     graph: _Graph | None = None
 
 
@@ -71,44 +75,68 @@ class CapturedStep:
         self._options: Any = None  # of the optimizer in the last call
         self._changing = 0  # calls in a row in which those changed
         self._why_changed = ""
+        self._why_anew = ""  # since when graphs are recorded anew
         self._sizing: sizing.Sizing | None = None
         self._host_state = ""  # why a graph would repeat stale host state
         self._loss_dtype = torch.float32
         self._eager_calls = 0
         self._closed = False
+        self._mb, self._registered = mb, registered
+        fsdp.reshard(subject.sharded)
         if self._agreement is not None:
-            self._agree(mb)
+            self._agree()
             models.same_weights(subject)
         if subject.ddp is not None:
             step.standby = ddp.Standby(subject.ddp, self._recorder.stream if self._recorder is not None else None)
-        if self._agreement is not None and subject.averages:
-            if mb is None and self._recorder is not None:
-                self._sizing = sizing.sizing_for(subject, self._agreement, self._device)
-            limit = sizing.CANDIDATES_MB[0] if mb is None else mb
-            step.buckets = Buckets(subject, self._agreement, int(limit * MB), registered)
-        if not self._never and self._device.type == "cuda":
+        self._make_buckets()
+        if self._device.type == "cpu":
+            optimizers.settle_on_cpu(step.optimizer)
+        elif not self._never:
             self._rates = optimizers.Rates(step.optimizer, self._device)
-        self._modules = list(subject.module.modules())
-        self._trained = [p for _, p in subject.parameters()]
-        self._layout = self._layout_now()
+        self._layout = Layout(subject, step.optimizer)
+        self._baked: Baked | None = None  # what graphs take; none if there are no graphs, since it keeps states alive
+        if self._recorder is not None and not self._never:
+            averaged = step.averaging.module if step.averaging is not None else None
+            self._baked = Baked(subject.module, averaged, step.optimizer)
+
+    def _make_buckets(self) -> None:
+        subject = self._step.subject
+        if self._agreement is None or not subject.averages:
+            return
+        if self._mb is None and self._recorder is not None:
+            self._sizing = sizing.sizing_for(subject, self._agreement, self._device)
+        limit = sizing.CANDIDATES_MB[0] if self._mb is None else self._mb
+        self._step.buckets = Buckets(subject, self._agreement, int(limit * MB), self._registered)
 
     # ---- A call
 
     def __call__(self, batch: Any) -> Tensor:
         """Runs one step, or several; returns their losses. Raises TypeError or ValueError for an invalid batch."""
         self._check_call()
-        batches = self._split(batch)
+        batches = inputs.split(batch, self._steps, self._accumulate)
         read = inputs.read(batches, (self._steps > 1, self._accumulate > 1))
-        if self._recorder is None:
-            return self._eagerly(read, self._never or "there are no graphs on CPUs")
-        if self._never:
-            return self._for_good(read)
-        if self._rates is not None and self._rates.settle():
-            self._forget_graphs()  # a loaded state has other addresses than those in the graphs
+        fsdp.reshard(self._step.subject.sharded)
+        relaid = self._layout.changed()
+        if self._baked is None:
+            if relaid if self._agreement is None else RELAID in self._agreement.everyone(RELAID if relaid else EAGER):
+                self._begin_anew()
+            if self._device.type == "cpu":
+                optimizers.settle_on_cpu(self._step.optimizer)  # a state may have been loaded
+            return self._for_good(read) if self._never else self._eagerly(read, "there are no graphs on CPUs")
+        moved = self._baked.moved()
+        if self._rates is not None and self._rates.settle() and not moved:
+            moved = "the optimizer's state was replaced"
         if self._sizing is not None and self._sizing.is_over():
             self._resize(self._sizing)
-        shape = self._shape_of(read, self._options_now())
-        plan = self._plan(shape, len(batches))
+        shape = self._shape_of(read)
+        plan = self._plan(shape, len(batches), RELAID if relaid else MOVED if moved else None)
+        if plan in (RELAID, MOVED):
+            if plan == RELAID:
+                self._begin_anew()
+            else:
+                self._record_anew(moved or "another rank's tensors are others than before")
+            shape = self._shape_of(read)
+            plan = self._plan(shape, len(batches))
         if plan == EAGER and not self._never:
             return self._warm(shape, read)
         if self._never or (shape.graph is None and not self._record(shape, read, len(batches))):
@@ -119,7 +147,7 @@ class CapturedStep:
     def close(self) -> None:
         """Frees graphs and buckets, and restores a DistributedDataParallel. Collective if a group is ark's."""
         self._forget_graphs()
-        self._closed = True
+        self._closed, self._baked = True, None
         if self._step.buckets is not None:
             self._step.buckets.close()
             self._step.buckets = None
@@ -139,35 +167,46 @@ class CapturedStep:
             raise RuntimeError(
                 "ark: train.capture: step() under no_sync(): a step ends with an update; pass accumulate= to capture()."
             )
-        if self._layout_now() != self._layout:
-            raise RuntimeError(
-                "ark: train.capture: the model's or the optimizer's parameters are others than at capture() (moved, "
-                "frozen, loaded with assign=True, or added): call capture() again."
-            )
 
-    def _layout_now(self) -> tuple[Any, ...]:
-        """What graphs assume of parameters: their addresses, and that they are trained."""
-        groups = tuple(len(group["params"]) for group in self._step.optimizer.param_groups)
-        if self._step.subject.sharded:
-            return (groups, len(self._trained))  # FSDP2 replaces parameters within a step
-        places = tuple((getattr(p, "_local_tensor", p).data_ptr(), p.requires_grad) for p in self._trained)
-        return (groups, places)
+    def _begin_anew(self) -> None:
+        """After a change of what is trained, on some rank: does as capture() does, with the parameters of now.
 
-    def _split(self, batch: Any) -> list[Sequence[Any]]:
-        """The micro-batches of each step."""
-        batches = [batch]
-        if self._steps > 1:
-            if not isinstance(batch, (list, tuple)) or not 1 <= len(batch) <= self._steps:
-                raise ValueError(f"ark: train.capture: steps={self._steps}: pass a list of 1 to {self._steps} batches.")
-            batches = list(batch)
-        if self._accumulate == 1:
-            return [[one] for one in batches]
-        for one in batches:
-            if not isinstance(one, (list, tuple)) or len(one) != self._accumulate:
-                raise ValueError(
-                    f"ark: train.capture: accumulate={self._accumulate}: a batch is a list of so many micro-batches."
-                )
-        return [list(one) for one in batches]
+        Collective. Raises on all ranks if one of them cannot go on, or if they differ; so does the next call, then.
+        """
+        step, subject = self._step, self._step.subject
+        layout = Layout(subject, step.optimizer)
+        why = self._layout.why_not(layout)
+        if not why:
+            try:
+                models.check_again(subject, step.max_norm is not None, step.scales)
+                optimizers.check(step.optimizer, list(layout.parameters.values()))
+            except ValueError as error:
+                why = str(error).removeprefix("ark: train.capture: ").removesuffix(".")
+        replaced = self._layout.replaced(layout)
+        if self._agreement is not None:
+            why = self._agreement.whose(self._agreement.share(why))
+        if why:
+            raise RuntimeError(f"ark: train.capture: {why}.")
+        if self._agreement is not None:
+            self._agreement.compare(self._facts())
+            told = self._agreement.share(json.dumps(replaced))
+            models.same_weights(subject, {name for text in told for name in json.loads(text)})
+        self._layout = layout
+        if step.buckets is not None:
+            step.buckets.close()
+            step.buckets = self._sizing = None
+            self._make_buckets()
+        self._record_anew("the trained parameters are others than before")
+        self._eager_calls, self._host_state = 0, ""
+
+    def _record_anew(self, why: str) -> None:
+        """Forgets graphs: each kind of call runs eagerly once more, which creates state that the optimizer lacks."""
+        self._forget_graphs()
+        self._shapes.clear()
+        models.look_again(self._step.subject)
+        if self._baked is not None:
+            self._baked.refresh(by_step=False)
+        self._options, self._why_anew = None, why
 
     # ---- Eager steps
 
@@ -185,6 +224,7 @@ class CapturedStep:
             self._break_off()
             raise
         self._loss_dtype = losses[0].dtype
+        self._settle()
         self._mover.wait()
         return torch.stack(losses) if self._steps > 1 else losses[0]
 
@@ -195,16 +235,25 @@ class CapturedStep:
 
     def _warm(self, shape: _Shape, read: inputs.Batch) -> Tensor:
         """An eager step that a capture may follow; from the last warm-up call on, host state is compared around it."""
-        watched = self._eager_calls + 1 >= self._warmup
+        watched, first = self._eager_calls + 1 >= self._warmup, not shape.seen
         step = self._step
         before = reasons.HostState(step.subject.module, step.optimizer, self._device) if watched else None
         losses = self._eagerly(read, self._why_eager(shape))
         shape.seen = True
         self._eager_calls += 1
         why = before.changed(self._device) if before is not None else ""
-        if why:
+        if why and first and self._eager_calls > self._warmup and not shape.filled:
+            shape.filled, shape.seen = True, False  # a cache for this shape, perhaps: the next call tells
+        elif why:
             self._host_state = why
         return losses
+
+    def _settle(self) -> None:
+        """After the host has run a step, which may have created tensors and changed attributes."""
+        if self._step.subject.sharded:
+            self._layout.settle()
+        if self._baked is not None:
+            self._baked.refresh()
 
     def _break_off(self) -> None:
         """After an error within a step: makes the next one possible."""
@@ -217,7 +266,7 @@ class CapturedStep:
         if self._recorder is None or subject.reason:
             return subject.reason
         if self._device.type == "cuda":
-            why = optimizers.why_not(step.optimizer, step.scaler is not None)
+            why = optimizers.why_not(step.optimizer, step.scales)
             if why:
                 return why
             if subject.group is not None:
@@ -228,22 +277,22 @@ class CapturedStep:
 
     def _why_eager(self, shape: _Shape) -> str:
         if self._eager_calls < self._warmup:
-            return f"eager call {self._eager_calls + 1} of {self._warmup} before the first capture"
+            since = f": {self._why_anew}" if self._why_anew else ""
+            return f"eager call {self._eager_calls + 1} of {self._warmup} before the first capture{since}"
         if not shape.seen:
-            return self._why_changed or "the first batch of this shape"
+            return self._why_changed or self._why_anew or "the first batch of this shape"
         return "another rank runs this call eagerly" if shape.graph or not self._full() else self._too_many()
 
     def _full(self) -> bool:
         return sum(one.graph is not None for one in self._shapes.values()) >= self._max_shapes
 
-    def _shape_of(self, read: inputs.Batch, options: Any) -> _Shape:
+    def _shape_of(self, read: inputs.Batch) -> _Shape:
+        assert self._baked is not None
         kind = self._device.type
-        key = (
-            read.key,
-            bytes(module.training for module in self._modules),
-            options,
-            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
-        )
+        options = optimizers.numbers(self._step.optimizer, self._step.scaler)
+        values = self._baked.key()
+        key = (read.key, values, options, (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)))
+        self._note_change(options, key in self._shapes)
         if key not in self._shapes and len(self._shapes) >= 8 * self._max_shapes:
             self._say(
                 self._why_changed
@@ -252,21 +301,22 @@ class CapturedStep:
             self._shapes = {known: shape for known, shape in self._shapes.items() if shape.graph is not None}
         return self._shapes.setdefault(key, _Shape())
 
-    def _options_now(self) -> Any:
-        """The optimizer's options. Says so if a scheduler changes them with every call, so that none is captured."""
-        options = optimizers.numbers(self._step.optimizer)
-        self._why_changed = optimizers.changed(self._options, options) if self._options is not None else ""
+    def _note_change(self, options: optimizers.Numbers, known: bool) -> None:
+        """Says so if options of the optimizer or attributes change with every call, so that none is captured."""
+        assert self._baked is not None
+        of_optimizer = optimizers.changed(self._options, options) if self._options is not None else ""
+        self._why_changed = of_optimizer or self._baked.why_changed
         self._options = options
-        self._changing = self._changing + 1 if self._why_changed else 0
+        self._changing = self._changing + 1 if self._why_changed and not known else 0
         if self._changing == self._warmup:
             self._say(self._why_changed)
-        return options
 
     def _too_many(self) -> str:
         return f"more than max_shapes={self._max_shapes} shapes of batch: this one runs eagerly"
 
-    def _plan(self, shape: _Shape, count: int) -> int:
-        """What all ranks do in this call: EAGER, or a replay, after a capture if needed."""
+    def _plan(self, shape: _Shape, count: int, first: int | None = None) -> int:
+        """What all ranks do in this call: EAGER, or a replay, after a capture if needed; or what must come `first` on
+        some rank: RELAID or MOVED."""
         full = self._full()
         ready = shape.seen and self._eager_calls >= self._warmup
         if ready and not shape.graph and full:
@@ -274,19 +324,22 @@ class CapturedStep:
         mine = REPLAY if shape.graph else CAPTURE if ready and not full else EAGER
         if mine == CAPTURE and self._host_state:
             mine = FAILED
+        mine = first or mine
         if self._agreement is None:
             told = [mine]
         else:
             digest = shape.graph.digest if shape.graph is not None else 0
-            values = self._agreement.everyone(digest << 31 | 4 * count + mine)
-            counts = [value % (1 << 31) // 4 for value in values]
+            values = self._agreement.everyone(digest << 31 | KINDS * count + mine)
+            counts = [value % (1 << 31) // KINDS for value in values]
             for rank, steps in enumerate(counts):
                 if steps != counts[0]:
                     raise ValueError(
                         f"ark: [rank {self._agreement.rank}] train.capture: {steps} steps in this call on rank "
                         f"{rank} and {counts[0]} on rank 0: pass as many batches on all ranks."
                     )
-            told = [value % 4 for value in values]
+            told = [value % KINDS for value in values]
+        if max(told) >= MOVED:
+            return max(told)
         if FAILED in told:
             self._give_up(self._host_state)
             return EAGER
@@ -315,6 +368,8 @@ class CapturedStep:
                 self._break_off()
                 before.restore()
             before.restore_host()
+            if self._baked is not None:
+                self._baked.refresh()
         captured = shape.graph is not None
         if self._settle_captures(why, shape.graph):
             return True
@@ -331,7 +386,7 @@ class CapturedStep:
             step.averaging.prepare(self._device)
 
         def body() -> None:
-            for number, micro_batches in enumerate(static.batch):
+            for number, micro_batches in enumerate(static.views()):
                 losses[number].copy_(step.run(micro_batches, captured=True))
 
         sums = step.buckets.sums if step.buckets is not None else None
@@ -355,7 +410,7 @@ class CapturedStep:
             return not why
         digest = graph.digest if graph is not None else 0
         values = self._agreement.everyone(digest << 31 | (FAILED if why else REPLAY))
-        if FAILED in [value % 4 for value in values]:
+        if FAILED in [value % KINDS for value in values]:
             self._give_up(why)
             return False
         if len(set(values)) > 1:
@@ -373,7 +428,7 @@ class CapturedStep:
         if self._agreement is not None:
             why = self._agreement.whose(self._agreement.share(why))
         self._forget_graphs()
-        self._never = why
+        self._never, self._baked = why, None
 
     def _replay(self, graph: _Graph, read: inputs.Batch, count: int) -> Tensor:
         self._mover.staged(read.tensors, graph.static)
@@ -388,7 +443,7 @@ class CapturedStep:
         self._step.optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look at
         losses = graph.losses.clone()
         self._mover.wait()
-        self.captured, self.reason = True, ""
+        self.captured, self.reason, self._why_anew = True, "", ""
         return losses if self._steps > 1 else losses[0]
 
     def _resize(self, sizes: sizing.Sizing) -> None:
@@ -416,26 +471,18 @@ class CapturedStep:
             self._told.add(reason)
             warnings.warn(f"ark: train.capture runs steps eagerly: {reason}.", stacklevel=4)
 
-    def _agree(self, mb: float | None) -> None:
-        assert self._agreement is not None
-        subject, step = self._step.subject, self._step
-        facts = {"the device type": self._device.type}
-        if subject.pipeline is not None:  # each rank has different parameters
-            facts |= subject.pipeline.facts()
-        else:
-            facts["the number of trained parameters"] = str(len(subject.averaged()))
-            for name, p in subject.averaged():
-                facts[f"parameter {name!r}"] = f"{str(p.dtype).removeprefix('torch.')} {list(p.shape)}"
-        facts |= {
-            "optimizer": type(step.optimizer).__name__,
-            "max_norm": str(step.max_norm),
+    def _facts(self) -> dict[str, str]:
+        options = {
             "steps": str(self._steps),
             "accumulate": str(self._accumulate),
-            "scaler": "none" if step.scaler is None else "given",
             "warmup": str(self._warmup),
             "max_shapes": str(self._max_shapes),
-            "bucket_mb": "auto" if mb is None else str(float(mb)),
+            "bucket_mb": "auto" if self._mb is None else str(float(self._mb)),
         }
-        self._agreement.compare(facts)
+        return facts_of(self._step, options)
+
+    def _agree(self) -> None:
+        assert self._agreement is not None
+        self._agreement.compare(self._facts())
         told = self._agreement.share(self._never)
         self._never = self._agreement.whose(told)

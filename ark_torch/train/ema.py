@@ -28,6 +28,12 @@ class Averaging:
         self._averaged.update_parameters(model)
 
     @property
+    def module(self) -> nn.Module:
+        """The averaged weights."""
+        module: nn.Module = self._averaged.module
+        return module
+
+    @property
     def times(self) -> int:
         return int(self._averaged.n_averaged)
 

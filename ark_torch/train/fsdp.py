@@ -1,4 +1,4 @@
-"""Resets FSDP2's host state after a failed step, so that the next one can begin.
+"""Resets FSDP2's host state, so that a step can begin: after a failed one, and after an evaluation.
 
 A failed capture leaves gathered parameters in the capture's memory, and events recorded in it. The reset covers what
 FSDP2 itself resets at the end of a backward pass.
@@ -35,3 +35,21 @@ def reset(modules: list[Any]) -> None:
             if getattr(parameter, "_unsharded_param", None) is not None:
                 parameter._unsharded_param.grad = None
         module.reshard()
+
+
+def reshard(modules: list[Any]) -> None:
+    """Frees parameters that an evaluation has left gathered, as FSDP2 does with the root's.
+
+    A capture would not gather them again, and a replay would not free them: both would go on with old weights.
+    """
+    for module in modules:
+        if not all(group.is_sharded for group in _groups_of(module)):
+            module.reshard()
+
+
+def _groups_of(module: Any) -> list[Any]:
+    state = module._get_fsdp_state()
+    several = getattr(state, "_fsdp_param_groups", None)  # of PyTorch 2.11 and later
+    if several is not None:
+        return list(several)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []

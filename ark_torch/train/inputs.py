@@ -4,12 +4,15 @@ A host tensor is copied on a separate stream into one of two staging buffers whi
 the step's stream then copies it to where the graph reads it. An event orders the reuse of a staging buffer after the
 copy out of it; the replaying stream writes the static tensors. A call returns when the host's tensors have been read,
 so the caller may refill them at once.
+
+loss() may ask for gradients of a batch tensor, which makes that a leaf that autograd protects from being written. So
+every step gets views of its own, and the tensors behind them stay writable.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,13 +27,17 @@ class Batch:
     """One or several batches as flat leaves and their structure."""
 
     tensors: list[Tensor]
+    trained: list[bool]  # whether the caller's tensors require gradients
     leaves: list[Any]  # _TENSOR marks the tensors
     spec: Any
     key: Key
 
     def filled(self, tensors: list[Tensor]) -> Any:
-        """The same batch with other tensors."""
-        rest = iter(tensors)
+        """The same batch with views of other tensors, which are leaves of a step's graph where it asks for that."""
+        rest = (
+            tensor.detach().requires_grad_() if trained else tensor.detach()
+            for tensor, trained in zip(tensors, self.trained, strict=True)
+        )
         return pytree.tree_unflatten([next(rest) if leaf is _TENSOR else leaf for leaf in self.leaves], self.spec)
 
 
@@ -45,6 +52,7 @@ def read(batch: Any, shown: tuple[bool, bool]) -> Batch:
     """
     with_paths, spec = pytree.tree_flatten_with_path(batch)
     tensors: list[Tensor] = []
+    trained: list[bool] = []
     leaves: list[Any] = []
     key: list[Hashable] = [str(spec)]
     for path, leaf in with_paths:
@@ -55,8 +63,9 @@ def read(batch: Any, shown: tuple[bool, bool]) -> Batch:
                     "change their sizes: pass its indices and values, and make it in loss(), or pass a dense tensor."
                 )
             tensors.append(leaf.detach())
+            trained.append(leaf.requires_grad)
             leaves.append(_TENSOR)
-            key.append((leaf.dtype, tuple(leaf.shape), leaf.stride(), leaf.layout))
+            key.append((leaf.dtype, tuple(leaf.shape), leaf.stride(), leaf.layout, leaf.requires_grad))
             continue
         if not _is_constant(leaf):
             hint = (
@@ -65,8 +74,35 @@ def read(batch: Any, shown: tuple[bool, bool]) -> Batch:
             place = _place(path, shown)
             raise TypeError(f"ark: train.capture: batch{place} is a {type(leaf).__name__}: pass {hint}.")
         leaves.append(leaf)
-        key.append((type(leaf).__name__, leaf))
-    return Batch(tensors, leaves, spec, tuple(key))
+        # NaN equals nothing, and 0.0 equals -0.0: their texts tell them apart.
+        key.append((type(leaf).__name__, repr(leaf) if isinstance(leaf, (float, complex)) else leaf))
+    return Batch(tensors, trained, leaves, spec, tuple(key))
+
+
+def split(batch: Any, steps: int, accumulate: int) -> list[Sequence[Any]]:
+    """The micro-batches of each step. Raises ValueError if the batch is no list of them."""
+    batches = [batch]
+    if steps > 1:
+        if not isinstance(batch, (list, tuple)) or not 1 <= len(batch) <= steps:
+            raise ValueError(f"ark: train.capture: steps={steps}: pass a list of 1 to {steps} batches.")
+        batches = list(batch)
+    if accumulate == 1:
+        return [[one] for one in batches]
+    for one in batches:
+        is_list = isinstance(one, (list, tuple))
+        if not is_list or len(one) != accumulate:
+            has = f"has {len(one)}" if is_list else f"is a {type(one).__name__}"
+            remedy = "pass a list"
+            if is_list and len(one) < accumulate:
+                remedy = (
+                    "leave out the rest of a dataset (drop_last=True), or close() this step and train the rest by "
+                    f"capture(..., accumulate={max(1, len(one))})"
+                )
+            raise ValueError(
+                f"ark: train.capture: accumulate={accumulate}: a batch is a list of so many micro-batches, and this "
+                f"one {has}: {remedy}."
+            )
+    return [list(one) for one in batches]
 
 
 def _place(path: Any, shown: tuple[bool, bool]) -> str:
@@ -144,10 +180,14 @@ class Static:
 
     def __init__(self, batch: Batch, device: torch.device) -> None:
         self.tensors = [torch.empty_like(t, device=device, requires_grad=False) for t in batch.tensors]
-        self.batch = batch.filled(self.tensors)
+        self._batch = replace(batch, tensors=[])  # not the first call's tensors
         self.consumed: dict[int, Any] = {}
         self._staging: dict[tuple[int, int], Tensor] = {}
         self._turn = 0
+
+    def views(self) -> Any:
+        """The batch for one run of the step."""
+        return self._batch.filled(self.tensors)
 
     def next_slot(self) -> int:
         self._turn ^= 1

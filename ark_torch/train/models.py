@@ -215,12 +215,42 @@ def _why_not_sharded(modules: list[Any]) -> str:
     return next((why for why in map(_why_not_compressed, states) if why), "")
 
 
-def same_weights(subject: Subject) -> None:
-    """Copies a plain module's parameters and buffers from the group's first rank, as DDP does."""
-    if not subject.averages or subject.ddp is not None:
+def check_again(subject: Subject, clips: bool, scales: bool) -> None:
+    """Raises ValueError if the subject cannot be trained with the modules and parameters of now."""
+    device = device_of(subject.module)
+    if device != subject.device:
+        raise ValueError(
+            f"ark: train.capture: the model has moved from {subject.device} to {device}: call capture() again."
+        )
+    if _sharded(subject.module) != subject.sharded:
+        raise ValueError("ark: train.capture: fully_shard was called after capture(): call capture() again.")
+    if isinstance(getattr(subject.module, "_orig_mod", subject.module), DistributedDataParallel):
+        raise ValueError(
+            "ark: train.capture: other parameters are trained than at capture(), which the DistributedDataParallel's "
+            "own buckets do not notice: wrap the model anew, and call capture() again."
+        )
+    look_again(subject)
+    check_apart(subject, clips, scales)
+
+
+def look_again(subject: Subject) -> None:
+    """Takes what depends on the modules and buffers of now."""
+    if subject.ddp is not None:
+        subject.ddp._assign_modules_buffers()  # type: ignore[no-untyped-call]
+    if subject.pipeline is None:
+        _leave_apart(subject, frozenset(subject.ddp.parameters_to_ignore) if subject.ddp is not None else frozenset())
+
+
+def same_weights(subject: Subject, only: set[str] | None = None) -> None:
+    """Copies a plain module's parameters and buffers from the group's first rank, as DDP does; or the parameters of
+    these names, of either."""
+    if not subject.averages or (subject.ddp is not None and only is None):
         return
     module = subject.module
     named = (*module.named_parameters(), *module.named_buffers())
+    if only is not None:
+        named = tuple((name, p) for name, p in module.named_parameters() if name in only)
     tensors = [tensor.detach() for name, tensor in named if not _is_apart(subject, name)]
     local = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    dist._broadcast_coalesced(subject.group, local, 250 << 20, 0)
+    if local:
+        dist._broadcast_coalesced(subject.group, local, 250 << 20, 0)

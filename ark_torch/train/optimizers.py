@@ -6,12 +6,15 @@ place; the other numbers (momentum, weight decay) are part of a graph's key.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+KEEP_STATE = ("Adagrad", "Adafactor", "SparseAdam")  # of torch.optim, on the host
 
 
 class Rates:
@@ -60,6 +63,13 @@ class Rates:
                 state["step"] = step.to(parameter.device, torch.float32)
 
 
+def settle_on_cpu(optimizer: Optimizer) -> None:
+    """A state saved on a GPU says capturable, which no optimizer takes for parameters on a CPU."""
+    for group in (*optimizer.param_groups, optimizer.defaults):
+        if group.get("capturable"):
+            group["capturable"] = False
+
+
 def _can_fuse(optimizer: Optimizer) -> bool:
     """SGD takes a rate from the device only in fused form (of DTensors: shards.py); Adam is fused unless foreach was
     requested."""
@@ -76,7 +86,8 @@ def why_not(optimizer: Optimizer, scaled: bool) -> str:
         if group.get("differentiable"):
             return f"{name}(differentiable=True) builds a graph of the update"
         if "capturable" not in group and not isinstance(optimizer, SGD):
-            return f"{name} keeps state on the host and has no capturable form: AdamW, Adam, SGD and others have"
+            keeps = "keeps state" if name in KEEP_STATE else "reads its rates"
+            return f"{name} {keeps} on the host and has no capturable form: AdamW, Adam, SGD and others have"
     return ""
 
 
@@ -104,6 +115,11 @@ def check(optimizer: Any, trained: list[Tensor]) -> None:
             "ark: train.capture: optimizer is an LBFGS, which evaluates the loss as often as it likes: a captured step "
             "has one forward and backward pass; use AdamW, Adam or SGD."
         )
+    if _needs_closure(optimizer):
+        raise ValueError(
+            f"ark: train.capture: optimizer is a {type(optimizer).__name__}, whose step() needs a closure: a captured "
+            "step has one forward and backward pass; use AdamW, Adam or SGD."
+        )
     known = {id(parameter) for parameter in trained}
     strangers = sum(p.requires_grad and id(p) not in known for g in optimizer.param_groups for p in g["params"])
     if strangers:
@@ -113,24 +129,45 @@ def check(optimizer: Any, trained: list[Tensor]) -> None:
         )
 
 
-def numbers(optimizer: Optimizer) -> tuple[tuple[tuple[str, Any], ...], ...]:
-    """The options that a graph bakes in, by group: all except parameters and rates that are tensors."""
+def _needs_closure(optimizer: Optimizer) -> bool:
+    """Whether step() has an argument without a default. The class's: a scheduler wraps the optimizer's own."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = list(inspect.signature(type(optimizer).step).parameters.values())
+    return any(one.default is inspect.Parameter.empty and one.kind in positional for one in parameters[1:])
+
+
+Numbers = tuple[tuple[tuple[str, Any], ...], ...]
+
+
+def numbers(optimizer: Optimizer, scaler: Any = None) -> Numbers:
+    """The options that a graph bakes in, by group, and the scaler's: all except parameters and rates that are
+    tensors."""
     names = [name for name in optimizer.defaults if name != "params"]
-    return tuple(
-        tuple((name, group[name]) for name in names if _plain(group.get(name))) for group in optimizer.param_groups
+    by_group = tuple(
+        tuple((f"optimizer's {name}", group[name]) for name in names if _plain(group.get(name)))
+        for group in optimizer.param_groups
     )
+    if scaler is None or not scaler.is_enabled():
+        return by_group
+    return (*by_group, of_scaler(scaler))
 
 
-def changed(before: tuple[tuple[tuple[str, Any], ...], ...], now: tuple[tuple[tuple[str, Any], ...], ...]) -> str:
+def of_scaler(scaler: Any) -> tuple[tuple[str, Any], ...]:
+    """The options of an enabled GradScaler."""
+    names = ("growth_factor", "backoff_factor", "growth_interval")
+    return tuple((f"scaler's {name}", getattr(scaler, f"get_{name}")()) for name in names)
+
+
+def changed(before: Numbers, now: Numbers) -> str:
     """A sentence about the first option that differs; "" if none does."""
-    for one, other in zip(before, now, strict=True):
+    for one, other in zip(before, now, strict=False):
         earlier = dict(one)
         for name, value in other:
             if earlier.get(name) != value:
-                hint = ", as with cycle_momentum=False" if name in ("betas", "momentum") else ""
+                hint = ", as with cycle_momentum=False" if name.endswith(("betas", "momentum")) else ""
                 return (
-                    f"the optimizer's {name} changed from {earlier.get(name)!r} to {value!r}, and each value needs a "
-                    f"graph of its own: keep it{hint}"
+                    f"the {name} changed from {earlier.get(name)!r} to {value!r}, and each value needs a graph of its "
+                    f"own: keep it{hint}"
                 )
     return ""
 

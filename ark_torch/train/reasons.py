@@ -13,17 +13,27 @@ import os
 import random
 import sys
 import traceback
+from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 # Folders of code that is not the user's: the innermost frame outside of them is reported.
 NOT_THE_USERS = (str(Path(__file__).parent) + os.sep, str(Path(torch.__file__).parent) + os.sep)
 
 NOTES = ("_opt_called", "_step_count")  # what schedulers write into an optimizer
+OF_MODULES = frozenset(nn.Module().__dict__) - {"training"}  # PyTorch's own attributes of every module
+CONTAINERS = (list, tuple, set, frozenset, deque, dict)
+MOST = 10_000  # elements of a container that are compared
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value can be compared and kept: a number, a string, or a tuple of such."""
+    return isinstance(value, (bool, int, float, str)) or (isinstance(value, tuple) and all(map(is_plain, value)))
 
 
 def of(error: BaseException) -> str:
@@ -84,7 +94,9 @@ class HostState:
         self._module, self._optimizer = module, optimizer
         self._random = _random_states(device)
         self._attributes = _attributes(module)
+        self._buffers = dict(module.named_buffers())
         self._of_optimizer = _numbers(optimizer)
+        self._states = _tensors(optimizer)
 
     def changed(self, device: torch.device) -> str:
         """A sentence about a difference from now; "" if there is none."""
@@ -92,12 +104,23 @@ class HostState:
             if before != after:
                 return f"the step draws random numbers on the host ({name}), which a graph would repeat"
         for name, (before, after) in _pairs(self._attributes, _attributes(self._module)):
-            if before != after:
-                return f"the step changes the model's {name!r} from {before!r} to {after!r}, which a graph would not"
+            if before is not after and before != after:
+                changes = f"from {before!r} to {after!r}" if repr(before) != repr(after) else f"({before!r})"
+                return f"the step changes the model's {name!r} {changes}, which a graph would not"
+        for name, (buffer, other) in _pairs(self._buffers, dict(self._module.named_buffers())):
+            if buffer is not other:
+                return (
+                    f"the step puts another tensor in the place of the model's buffer {name!r}, which a graph would "
+                    "not: fill it in place, as by copy_()"
+                )
         for name, (before, after) in _pairs(self._of_optimizer, _numbers(self._optimizer)):
             if before != after:
                 kind = type(self._optimizer).__name__
                 return f"{kind} changes its {name} from {before!r} to {after!r} on the host, which a graph would not"
+        for name, (tensor, other) in _pairs(self._states, _tensors(self._optimizer)):
+            if tensor is not other:
+                kind = type(self._optimizer).__name__
+                return f"{kind} puts another tensor in the place of its {name}, which a graph would not"
         return ""
 
 
@@ -115,13 +138,43 @@ def _random_states(device: torch.device) -> dict[str, Any]:
     return states
 
 
+@dataclass
+class _Contents:
+    """What a container of a module holds. Of what is not plain only the types count, since many modules keep their last
+    outputs."""
+
+    kind: str
+    size: int
+    inside: Any  # None: too many to compare
+
+    @classmethod
+    def of(cls, container: Any, depth: int = 0) -> _Contents:
+        def kept(one: Any) -> Any:
+            if isinstance(one, CONTAINERS) and not is_plain(one) and depth < 4:
+                return cls.of(one, depth + 1)
+            return one if is_plain(one) or one is None else type(one).__name__
+
+        inside: Any = None
+        if len(container) <= MOST:
+            if isinstance(container, dict):
+                inside = {kept(key) if is_plain(key) else id(key): kept(one) for key, one in container.items()}
+            elif isinstance(container, (set, frozenset)):
+                inside = {one for one in container if is_plain(one)}
+            else:
+                inside = list(map(kept, container))
+        return cls(type(container).__name__, len(container), inside)
+
+    def __repr__(self) -> str:
+        return f"a {self.kind} of {self.size}"
+
+
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Numbers and strings stored in modules, except their training mode."""
+    """Numbers, strings and containers stored in modules, except their training mode."""
     return {
-        f"{path}.{name}" if path else name: value
+        f"{path}.{name}" if path else name: value if is_plain(value) else _Contents.of(value)
         for path, one in module.named_modules()
         for name, value in one.__dict__.items()
-        if isinstance(value, (bool, int, float, str)) and name != "training"
+        if name not in OF_MODULES and name != "training" and (is_plain(value) or isinstance(value, CONTAINERS))
     }
 
 
@@ -134,3 +187,14 @@ def _numbers(optimizer: Optimizer) -> dict[str, Any]:
         if isinstance(state, dict):
             found |= {f"state[{number}][{name!r}]": value for name, value in state.items()}
     return {name: value for name, value in found.items() if isinstance(value, (bool, int, float, str, tuple))}
+
+
+def _tensors(optimizer: Optimizer) -> dict[str, Tensor]:
+    """The tensors of an optimizer's states."""
+    return {
+        f"state[{number}][{name!r}]": value
+        for number, state in enumerate(optimizer.state.values())
+        if isinstance(state, dict)
+        for name, value in state.items()
+        if isinstance(value, Tensor)
+    }

@@ -40,6 +40,11 @@ class Step:
     buckets: Buckets | None = None
     standby: Standby | None = None
 
+    @property
+    def scales(self) -> bool:
+        """Whether losses are scaled."""
+        return self.scaler is not None and bool(self.scaler.is_enabled())
+
     def run(self, micro_batches: Sequence[Any], captured: bool = False) -> Tensor:
         """Runs the step. Returns the mean loss of the micro-batches, a new detached 0-d tensor."""
         self._in_step(True)
@@ -162,6 +167,11 @@ class Step:
         if loss.numel() != 1:
             raise ValueError(
                 f"ark: train.capture: loss() returned a tensor of shape {tuple(loss.shape)}: return its mean or sum."
+            )
+        if loss.is_complex():
+            raise ValueError(
+                "ark: train.capture: loss() returned a complex tensor, which has no minimum: return a real one, as by "
+                ".abs() or .real."
             )
         if not loss.requires_grad:
             raise ValueError(

@@ -407,7 +407,12 @@ def test_rates_become_tensors_that_stay() -> None:
 @pytest.mark.parametrize(
     "make, text",
     [
-        (torch.optim.Adagrad, "Adagrad keeps state on the host"),
+        (torch.optim.Adagrad, "Adagrad keeps state on the host and has no capturable form"),
+        (torch.optim.Adafactor, "Adafactor keeps state on the host and has no capturable form"),
+        (
+            lambda p: torch.optim.Muon([one for one in p if one.dim() == 2]),
+            "Muon reads its rates on the host and has no",
+        ),
         (lambda p: torch.optim.Adam(p, differentiable=True), "differentiable=True"),
         (lambda p: torch.optim.Adam(p, foreach=True), "a GradScaler asks the host whether Adam may step"),
         (torch.optim.RMSprop, "a GradScaler asks the host whether RMSprop may step"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from support import training as small
 from support.groups import ark_only
-from torch import nn
+from torch import Tensor, nn
 
 import ark_torch.train.graphs
 from ark_torch.train import capture
@@ -55,6 +56,123 @@ def test_a_hook_that_makes_the_host_wait(kind: str) -> None:
             losses = [step(small.batch("gpt2", number)).item() for number in range(6)]
         results.append((losses, small.weights(model)))
     assert results[0][0] == results[1][0] and torch.equal(results[0][1], results[1][1])
+
+
+class _Stateful(nn.Module):
+    """Changes something of its own in every forward pass."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.inner, self.what = small.make("gpt2"), what
+        self.seen: list[int] = []
+        self.counts = {"calls": 0, "nested": [0, (0, 1)]}
+        self.ring: deque[int] = deque(maxlen=4)
+        self.kinds: set[int] = set()
+        self.pair = (0, "even")
+        self.register_buffer("mean", torch.ones(()))
+        self.outputs: list[Any] = []
+        self.last: Any = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        number = self.counts["calls"] if self.what == "dict" else len(self.seen)
+        if self.what == "list":
+            self.seen.append(number)
+        elif self.what == "dict":
+            self.counts["calls"] += 1  # type: ignore[operator]
+        elif self.what == "nested":
+            self.counts["nested"][0] += 1  # type: ignore[index]
+        elif self.what == "deque":
+            self.ring.append(self.ring[-1] + 1 if self.ring else 0)
+        elif self.what == "set":
+            self.kinds.add(len(self.kinds))
+        elif self.what == "tuple":
+            self.pair = (self.pair[0] + 1, "even")
+        elif self.what == "buffer":
+            self.mean = 0.9 * self.mean + 0.1
+        out: Tensor = self.inner(tokens) * self.mean
+        self.outputs, self.last = [out], out  # what many modules keep: no reason against a capture
+        return out
+
+
+CHANGES = {
+    "list": "'seen' from a list of 2 to a list of 3",
+    "dict": r"'counts' \(a dict of 2\)",
+    "nested": r"'counts' \(a dict of 2\)",
+    "deque": "'ring' from a deque of 2 to a deque of 3",
+    "set": "'kinds' from a set of 2 to a set of 3",
+    "tuple": r"'pair' from \(2, 'even'\) to \(3, 'even'\)",
+    "buffer": "",
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_module_that_changes_what_it_holds(what: str) -> None:
+    recorder = fake_graphs.use()
+    model = _Stateful(what)
+    step = capture(model, torch.optim.SGD(model.parameters(), lr=0.1), small.loss)
+    text = f"the step changes the model's {CHANGES[what]}, which a graph would not"
+    if what == "buffer":
+        text = r"the step puts another tensor in the place of the model's buffer 'mean', .* fill it in place"
+    with pytest.warns(UserWarning, match=text):
+        for number in range(6):
+            step(small.batch("gpt2", number))
+    assert not step.captured and recorder.counts["records"] == 0
+
+
+def test_a_module_that_keeps_its_outputs() -> None:
+    fake_graphs.use()
+    model = _Stateful("nothing")
+    step = capture(model, torch.optim.SGD(model.parameters(), lr=0.1), small.loss)
+    for number in range(8):
+        step(small.batch("gpt2", number))
+        assert step.captured == (number >= 3), step.reason
+        model.last = torch.ones(())  # as an evaluation does
+
+
+def test_a_cache_for_each_shape() -> None:
+    """It is filled in the first call of a shape, and then stays: one more eager call shows that."""
+
+    class Cached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = small.make("gpt2")
+            self.factors: dict[int, Tensor] = {}
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            if tokens.shape[1] not in self.factors:
+                self.factors[tokens.shape[1]] = torch.full((), tokens.shape[1] / 10)
+            out: Tensor = self.inner(tokens) * self.factors[tokens.shape[1]]
+            return out
+
+    recorder = fake_graphs.use()
+    model = Cached()
+    step = capture(model, torch.optim.SGD(model.parameters(), lr=0.1), small.loss)
+    captured = []
+    for number, length in enumerate([8] * 4 + [12] * 3 + [8]):
+        step(small.batch("gpt2", number, length=length))
+        captured.append(step.captured)
+    assert captured == [False] * 3 + [True] + [False] * 2 + [True] * 2 and recorder.counts["records"] == 2
+
+
+class _Replacing(torch.optim.SGD):
+    """Averages weights in new tensors."""
+
+    def step(self, closure: Any = None) -> Any:
+        value = super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["mean"] = 0.9 * self.state[p].get("mean", torch.zeros_like(p)) + 0.1 * p.detach()
+        return value
+
+
+def test_an_optimizer_that_replaces_its_state() -> None:
+    fake_graphs.use()
+    model = small.make("gpt2")
+    step = capture(model, _Replacing(model.parameters(), lr=0.1), small.loss)
+    with pytest.warns(UserWarning, match=r"_Replacing puts another tensor in the place of its state\[0\]\['mean'\]"):
+        for number in range(5):
+            step(small.batch("gpt2", number))
+    assert not step.captured
 
 
 class _Counting(torch.optim.SGD):
