@@ -32,7 +32,7 @@ double tiles_us(const TileCosts& costs, const TileShape& tile, const MatmulStage
   const double flops = 2 * static_cast<double>(tile.rows * lines_of(tile, product)) * static_cast<double>(product.k);
   const double compute = flops / flops_per_us(costs, size);
   const double move = bytes_of_tile(tile, product, size) / costs.bytes_per_us;
-  return static_cast<double>(tiles) * std::max(compute, move) + ends_us(costs, tile, product);
+  return static_cast<double>(tiles) * (std::max(compute, move) + ends_us(costs, tile, product));
 }
 
 int64_t element_bytes(const Graph& graph, const MatmulStage& product) {
