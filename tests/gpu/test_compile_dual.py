@@ -17,6 +17,7 @@ pytestmark = pytest.mark.timeout(120)
 # 128 x 32, 128 x 64, 128 x 128 and 256 x 64, each with whole tiles and with odd edges.
 CASES = [
     ("linear", 17, 77, 256),
+    ("linear", 12, 8200, 1024),
     ("linear", 64, 512, 256),
     ("linear", 33, 8192, 256),
     ("linear", 17, 8200, 264),
