@@ -267,6 +267,13 @@ def test_coded_weights_of_many_rows(sources: Sources, compiled: Any, form: str, 
     sources.check()
 
 
+def test_a_batch_whose_tasks_have_several_heads(sources: Sources, compiled: Any) -> None:
+    """Each warp loads a block of positions at once, which leaves the loop over heads hardly a register."""
+    model = models.Llama(models.Config(512, 1, 8, 2, 512, 64, 600), 32, torch.bfloat16).eval()
+    compiled(model, dynamic=False, fallback=False)[0](torch.randint(0, 64, (32, 1)), torch.tensor([500]))
+    sources.check()
+
+
 @pytest.mark.by_day("sm_90a-1-int4")
 @pytest.mark.parametrize("form", ["int8", "int4", "float8", "float8-dynamic"])
 @pytest.mark.parametrize("batch", [1, 2, 8, 16])
