@@ -135,7 +135,7 @@ def training(load: Load) -> str:
     ):  # fmt: skip
         add(what, captured, "captured_ark", "nccl", "captured_nccl", model=model, mode=mode, ranks=2)
     add("DDP, eager", two, "ark_line", "nccl", model="gpt2-xl", mode="ddp", ranks=2)  # today's default
-    add("DDP, eager", four, "ark_engine", "nccl", model="gpt2-xl", mode="ddp", ranks=4)
+    add("DDP, eager, copy engines", four, "ark_engine", "nccl", model="gpt2-xl", mode="ddp", ranks=4)
     head = ("step", "on", "ark, ms", "NCCL, same wrapper, eager", "`train.capture`, NCCL", "no communication")
     return (
         table(head, rows)
