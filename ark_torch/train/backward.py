@@ -1,9 +1,9 @@
 """Tells which node of the backward pass raised during a capture, and where the forward pass made that node.
 
-A node in C++ has no Python frames, so its error's traceback does not lead to the user's code. PyTorch's anomaly mode
-names the node of an error in a warning, which is taken here, and adds the traceback of the forward call if the mode was
-on there, too. Keeping tracebacks costs 0.2 ms per node, so only the first forward pass of a capture does it. Anomaly mode
-without its check for NaN enqueues nothing: graphs are the same.
+A node in C++ has no Python frames, so the traceback of its error does not lead to the user's code. PyTorch's anomaly
+mode names the node of an error in a warning, which is taken here, and adds the traceback of the forward call if the
+mode was on there, too. A traceback costs 0.2 ms per node, so only the first forward pass of a capture keeps them.
+Anomaly mode without its check for NaN enqueues nothing, so graphs are the same.
 """
 
 from __future__ import annotations

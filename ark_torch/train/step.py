@@ -48,7 +48,10 @@ class Step:
         return self.scaler is not None and bool(self.scaler.is_enabled())
 
     def run(self, micro_batches: Sequence[Any], watch: Watch | None = None) -> Tensor:
-        """Runs the step; a capture passes `watch`. Returns the mean loss of the micro-batches, a new detached 0-d tensor."""
+        """Runs the step. Returns the mean loss of the micro-batches, a new detached 0-d tensor.
+
+        watch: of the capture that the step is run in; None: it is run eagerly.
+        """
         self._in_step(True)
         try:
             return self._run(micro_batches, watch)
