@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ark_torch.train import ddp, fsdp, graphs, held, inputs, models, optimizers, reasons, scope, sizing
 from ark_torch.train.agreement import CAPTURE, EAGER, FAILED, KINDS, MOVED, RELAID, REPLAY, Agreement
+from ark_torch.train.backward import Watch
 from ark_torch.train.baked import Baked
 from ark_torch.train.before import Before
 from ark_torch.train.buckets import Buckets
@@ -258,6 +259,8 @@ class CapturedStep:
     def _break_off(self) -> None:
         """After an error within a step: makes the next one possible."""
         fsdp.reset(self._step.subject.sharded)
+        if self._step.subject.pipeline is not None:
+            self._step.subject.pipeline.reset()
 
     # ---- The choice
 
@@ -386,8 +389,9 @@ class CapturedStep:
             step.averaging.prepare(self._device)
 
         def body() -> None:
+            passes = Watch()
             for number, micro_batches in enumerate(static.views()):
-                losses[number].copy_(step.run(micro_batches, captured=True))
+                losses[number].copy_(step.run(micro_batches, passes))
 
         sums = step.buckets.sums if step.buckets is not None else None
         group = step.subject.group

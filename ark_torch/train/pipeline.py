@@ -55,6 +55,14 @@ class Pipeline:
         self._schedule.step(*positional, target=target, losses=losses, **keywords, **self._options)
         return torch.stack([loss.detach().reshape(()) for loss in losses]).mean()
 
+    def reset(self) -> None:
+        """After an error within a step: drops what the schedule kept of it, which the next step would go on with."""
+        self._schedule._internal_losses.clear()
+        for stage in self.stages:
+            stage.clear_runtime_states()
+            for kept in ("bwd_cache", "backward_state", "dw_runner"):
+                getattr(stage, kept, {}).clear()
+
     def clip(self, gradients: list[Tensor], max_norm: float, device: torch.device) -> None:
         """Clips by the norm of all stages' gradients together."""
         own = torch.nn.utils.get_total_norm(gradients).to(device, torch.float32)

@@ -11,6 +11,7 @@ import dis
 import linecache
 import os
 import random
+import re
 import sys
 import traceback
 from collections import deque
@@ -22,12 +23,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ark_torch.train import backward
+
 # Folders of code that is not the user's: the innermost frame outside of them is reported.
 NOT_THE_USERS = (str(Path(__file__).parent) + os.sep, str(Path(torch.__file__).parent) + os.sep)
 
 NOTES = ("_opt_called", "_step_count")  # what schedulers write into an optimizer
 OF_MODULES = frozenset(nn.Module().__dict__) - {"training"}  # PyTorch's own attributes of every module
 CONTAINERS = (list, tuple, set, frozenset, deque, dict)
+STAGE = re.compile(r"[Ff]ailed to run (stage backward|forward)")
 MOST = 10_000  # elements of a container that are compared
 
 
@@ -38,19 +42,46 @@ def is_plain(value: Any) -> bool:
 
 def of(error: BaseException) -> str:
     """The reason for a failed capture."""
-    where = place(error)
-    text = str(error).strip().partition("\n")[0]
-    at = f"{where} " if where else "the backward pass "
+    node = backward.of(error)
+    error = _within_a_stage(error)
+    where, text = place(error), str(error).strip().partition("\n")[0]
+    waits = "synchronizing CUDA operation" in text
+    if waits and not where and node is not None and node.checks_nan:
+        return (
+            "torch.autograd.detect_anomaly() looks for NaN behind each operator of the backward pass, which makes the "
+            "host wait: leave it, or pass check_nan=False"
+        )
+    at = _at(where, node)
     if _raised_by_the_user(error):
         line = where.rpartition(" at ")[2]
         return f"the step itself raised {type(error).__name__}({text}) at {line} while it was captured"
     if isinstance(error, torch.OutOfMemoryError):
         return f"the GPU's memory did not suffice for the capture ({text})"
-    if "synchronizing CUDA operation" in text:
+    if waits:
         return f"{at}makes the host wait for the GPU's result, which a graph cannot: keep it out of the step"
     if "captur" in text.lower():
         return f"{at}calls what CUDA forbids during a capture ({text})"
     return f"{at}raised {type(error).__name__}: {text}"
+
+
+def _within_a_stage(error: BaseException) -> BaseException:
+    """The error itself, where torch.distributed.pipelining raised one of its own on top of it."""
+    while isinstance(error.__cause__, Exception) and STAGE.search(str(error)):
+        error = error.__cause__
+    return error
+
+
+def _at(where: str, node: backward.Node | None) -> str:
+    """The subject of the sentence: what raised."""
+    if where:
+        return f"{where} " + (f"in the backward pass ({node.name}) " if node is not None else "")
+    if node is None:
+        return "the step "
+    for file, line in reversed(node.frames):
+        if _of_the_user(file):
+            of_forward = f"`{linecache.getline(file, line).strip() or '?'}` at {os.path.basename(file)}:{line}"
+            return f"{node.name}, the backward pass of {of_forward}, "
+    return f"{node.name} in the backward pass "
 
 
 def place(error: BaseException) -> str:

@@ -10,6 +10,7 @@ region spanning several steps would otherwise keep those of old weights.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ark_torch.train import optimizers
+from ark_torch.train.backward import Watch
 from ark_torch.train.buckets import Buckets
 from ark_torch.train.ddp import Standby
 from ark_torch.train.ema import Averaging
@@ -45,11 +47,14 @@ class Step:
         """Whether losses are scaled."""
         return self.scaler is not None and bool(self.scaler.is_enabled())
 
-    def run(self, micro_batches: Sequence[Any], captured: bool = False) -> Tensor:
-        """Runs the step. Returns the mean loss of the micro-batches, a new detached 0-d tensor."""
+    def run(self, micro_batches: Sequence[Any], watch: Watch | None = None) -> Tensor:
+        """Runs the step. Returns the mean loss of the micro-batches, a new detached 0-d tensor.
+
+        watch: of the capture that the step is run in; None: it is run eagerly.
+        """
         self._in_step(True)
         try:
-            return self._run(micro_batches, captured)
+            return self._run(micro_batches, watch)
         except BaseException:
             if self.buckets is not None:
                 self.buckets.abandon()  # also within a capture: its side streams must rejoin
@@ -61,24 +66,27 @@ class Step:
         if self.standby is not None:
             self.standby.in_step = inside
 
-    def _run(self, micro_batches: Sequence[Any], captured: bool) -> Tensor:
+    def _run(self, micro_batches: Sequence[Any], watch: Watch | None) -> Tensor:
         self.clear_gradients()
         self.subject.before_forward()
-        total = self._gradients(micro_batches)
+        total = self._gradients(micro_batches, watch)
         with self._without_autocast():
             self._update()
         if self.averaging is not None:
-            (self.averaging.captured if captured else self.averaging.eager)(self.subject.module)
+            (self.averaging.eager if watch is None else self.averaging.captured)(self.subject.module)
         elif self.after is not None:
             self.after(self.subject.module)
         return total
 
-    def _gradients(self, micro_batches: Sequence[Any]) -> Tensor:
+    def _gradients(self, micro_batches: Sequence[Any], watch: Watch | None) -> Tensor:
         """Runs the forward and backward passes; returns the loss."""
+        forward = watch.forward if watch is not None else contextlib.nullcontext
+        backward = watch.backward if watch is not None else contextlib.nullcontext
         if self.subject.pipeline is not None:
             torch.clear_autocast_cache()
             try:
-                return self.subject.pipeline.run(micro_batches[0], self.subject.device)
+                with forward(), backward():
+                    return self.subject.pipeline.run(micro_batches[0], self.subject.device)
             finally:
                 torch.clear_autocast_cache()
         count = len(micro_batches)
@@ -88,8 +96,9 @@ class Step:
             if self.buckets is not None:
                 self.buckets.begin(last)
             with self.subject.communicates(last):
-                loss = self._forward(batch)
-                with self._without_autocast():
+                with forward():
+                    loss = self._forward(batch)
+                with self._without_autocast(), backward():
                     part = loss if count == 1 else loss / count
                     scaled = part if self.scaler is None else self.scaler.scale(part)
                     scaled.backward()  # type: ignore[no-untyped-call]

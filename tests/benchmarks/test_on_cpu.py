@@ -220,6 +220,23 @@ def test_training(tmp_path: Path, leaves_nothing: None) -> None:
     assert training_report.table(report(tmp_path)).count("\n| tiny") == len(rows)
 
 
+@changed("training.py")
+def test_options_of_training(tmp_path: Path, leaves_nothing: None) -> None:
+    """Other models, all cores busy, single parts of the step left out, sizes of buckets by measurement."""
+    models = ["--models", "tiny-llama", "--implementations", "plain", "huggingface", "--modes", "captured"]
+    options = ["--busy", "--ablate", "--auto-buckets", "--rounds", "1", "--steps", "1"]
+    done = run("training.py", "--device", "cpu", *models, *options, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    parts = [f"captured_{launcher.BACKEND}_{part}" for part in ("copied", "together")]
+    contenders = ["gloo", "captured_gloo", f"captured_{launcher.BACKEND}", *parts, training.FREE]
+    rows = report(tmp_path)["rows"]
+    assert [(row["implementation"], row["contender"]) for row in rows] == [
+        (implementation, contender) for implementation in ("plain", "huggingface") for contender in contenders
+    ]
+    for row in rows:
+        assert row["contender"] == training.FREE or (row["ranks_alike"] and row["difference"] < 1e-3), row
+
+
 @changed("decode.py", "decode_ranks.py")
 def test_decoding_on_several_ranks(tmp_path: Path, leaves_nothing: None) -> None:
     other = tmp_path / "bare_loop"

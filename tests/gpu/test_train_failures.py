@@ -59,6 +59,18 @@ def _in_backward(model: Any, batch: Any) -> Tensor:
     return value
 
 
+def _cumprod(model: Any, batch: Any) -> Tensor:
+    value = small.loss(model, batch)
+    products = (value / 8).exp().expand(4).cumprod(0)  # its backward pass, in C++, looks for zeros on the host
+    return products.sum()
+
+
+def _hook_reads(model: Any, batch: Any) -> Tensor:
+    value = small.loss(model, batch)
+    value.register_hook(lambda gradient: gradient if gradient.item() < 1e9 else gradient * 2)
+    return value
+
+
 def _runs_out(model: Any, batch: Any) -> Tensor:
     if torch.cuda.is_current_stream_capturing():
         torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
@@ -72,12 +84,14 @@ def _raises(model: Any, batch: Any) -> Tensor:
     return value
 
 
-# The loss, the reason's text, and the line of the loss that it names (0: none).
+# The loss, the reason's text, and the line of the loss, or of another function, that it names (0: none).
 CANNOT: dict[str, tuple[Any, str, int]] = {
     "item": (_item, "makes the host wait", 2),
     "branch": (_branch, "makes the host wait", 2),
     "mask": (_mask, "makes the host wait", 3),
-    "backward": (_in_backward, "makes the host wait", 0),
+    "backward": (_in_backward, "in the backward pass (_HookWaitsBackward) makes the host wait", 2),
+    "node": (_cumprod, "CumprodBackward0, the backward pass of `products = ", 2),
+    "hook": (_hook_reads, "in the backward pass (", 2),
     "synchronize": (_waits, "captur", 2),
     "memory": (_runs_out, "the GPU's memory did not suffice", 0),
     "raises": (_raises, "the step itself raised KeyError('only in captures')", 3),
@@ -116,7 +130,8 @@ def _cannot(rank: Rank, world: int, what: str) -> str:
 @pytest.mark.parametrize("what", CANNOT)
 def test_what_cannot_be_captured_runs_eagerly(what: str, world: int) -> None:
     loss, text, line = CANNOT[what]
+    where = _HookWaits.backward if what == "backward" else loss
     for reason in run(_cannot, world, what, world=world):
         assert text in reason, reason
         if line:
-            assert f"{os.path.basename(__file__)}:{loss.__code__.co_firstlineno + line}" in reason, reason
+            assert f"{os.path.basename(__file__)}:{where.__code__.co_firstlineno + line}" in reason, reason
