@@ -25,6 +25,10 @@ bool multiplies_float8(const Stage& stage);
 // Whether a GPU computes the product in tiles of several rows.
 bool multiplied_in_tiles(const MatmulStage& product);
 
+// Whether a GPU that has warp groups multiplies tiles of the product by them where they are aligned: half types,
+// float8, and in TF32 what is contiguous along the depth.
+bool multiplied_by_groups(const Graph& graph, const MatmulStage& product);
+
 // Whether so few query rows share a KV head that a GPU's warps split the positions.
 bool takes_few_rows(const Graph& graph, const AttentionStage& attention);
 
