@@ -41,7 +41,7 @@ def test_a_change_of_the_setting_compiles_anew(sources: Sources, compiled: Any, 
     call, _ = compiled(lambda x, w: torch.relu(x @ w), dynamic=False, fallback=False)
     x, w = torch.randn(64, 96), torch.randn(96, 128)
     call(x, w)
-    assert "tf32" not in sources.found[0] and not any("precision" in one for one in stages(sources))
+    assert ".tf32" not in sources.found[0] and not any("precision" in one for one in stages(sources))
     with tf32.allowed(way):
         call(x, w)
         assert len(sources.found) == 2
@@ -115,7 +115,7 @@ def test_other_types_cannot_have_it() -> None:
         return graph.value(graph.buffer(kind, argument, 32 * 32 * 2), "bfloat16", [32, 32], [32, 1])
 
     a, b, out = value("input", 0), value("input", 1), value("output", 0)
-    with pytest.raises(ValueError, match="here.*bfloat16 and bfloat16 in TF32, which float32 operands alone may have"):
+    with pytest.raises(ValueError, match=r"here.*bfloat16 and bfloat16 in TF32, which float32 operands alone may have"):
         graph.node("matmul", [a, b], [out], {"tf32": True}, "here")
 
 
@@ -127,7 +127,7 @@ def test_costs_of_tiles(sources: Sources, compiled: Any) -> None:
     def layers(x: Tensor, w: Tensor, y: Tensor, v: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
         return F.linear(x, w), F.layer_norm(F.linear(y, v) + z, (256,))
 
-    given = (2048, 768), (4096, 768), (128, 4096), (256, 4096), (128, 256)
+    given = (2048, 704), (4096, 704), (128, 4096), (256, 4096), (128, 256)
     operands = [torch.randn(*shape) for shape in given]
     call, _ = compiled(layers, dynamic=False, fallback=False)
     call(*operands)
@@ -140,10 +140,10 @@ def test_costs_of_tiles(sources: Sources, compiled: Any) -> None:
         return [one for one in plan if "tile" in one and one["tile"]["depth"] == depth]
 
     def cost(plan: list[dict[str, Any]]) -> float:
-        return sum(one["cost_us"] for one in first(plan, 768))
+        return sum(one["cost_us"] for one in first(plan, 704))
 
     assert cost(allowed) < cost(plain) / 4
-    tiles = [{(one["tile"]["rows"], one["tile"]["columns"]) for one in first(plan, 768)} for plan in (plain, allowed)]
+    tiles = [{(one["tile"]["rows"], one["tile"]["columns"]) for one in first(plan, 704)} for plan in (plain, allowed)]
     assert max(rows * columns for rows, columns in tiles[0]) <= 128 * 128
     assert tiles[1] <= {(256, 128), (128, 256)}
     assert first(plain, 4096) and not first(allowed, 4096)  # the latter is in parts of its depth
@@ -177,7 +177,7 @@ def test_kernels_of_every_tile(
     assert source.count(".tf32 = true") == source.count("product<") >= 6
     tiles = set(re.findall(r"product<\d+, s, (\d+, \d+)>", source))
     grouped = sources.arch == "sm_90a" and kind == "linear"
-    assert {"64, 32", "64, 128", "128, 128"} <= tiles, tiles
+    assert {"64, 32", "64, 64", "128, 64", "128, 128"} <= tiles, tiles
     assert bool({"256, 128", "128, 256"} & tiles) == grouped, tiles
     assert ("#define ARK_LOOP_TRAPS" in source) == grouped
     sources.check()
