@@ -24,7 +24,17 @@ from ark_torch.compile import choice, precision, saved
 pytestmark = pytest.mark.timeout(200)
 
 # Rows and columns that have each kind of tile on sm_90a, with this depth.
-SIZES = [(17, 77), (17, 8192), (77, 2304), (200, 2304), (384, 3072), (2040, 1000), (1576, 2304), (2048, 4096)]
+SIZES = [
+    (17, 77),
+    (17, 8192),
+    (77, 2304),
+    (200, 2304),
+    (384, 3072),
+    (2040, 1000),
+    (1576, 2304),
+    (2048, 4096),
+    (2048, 6144),
+]
 DEPTH = 256
 
 
@@ -172,13 +182,14 @@ def test_kernels_of_every_tile(
 
     call, _ = compiled(products, dynamic=False, minimum=1, fallback=False)
     with tf32.allowed():
-        call([(*layout(kind, m, n, DEPTH), torch.randn(n)) for m, n in SIZES])
+        # With a bias for columns or for elements.
+        call([(*layout(kind, m, n, DEPTH), torch.randn(m, n) if n % 3 == 0 else torch.randn(n)) for m, n in SIZES])
     [source] = sources.found
     assert source.count(".tf32 = true") == source.count("product<") >= 6
     tiles = set(re.findall(r"product<\d+, s, (\d+, \d+)>", source))
     grouped = sources.arch == "sm_90a" and kind == "linear"
     assert {"64, 32", "64, 64", "128, 64", "128, 128"} <= tiles, tiles
-    assert bool({"256, 128", "128, 256"} & tiles) == grouped, tiles
+    assert bool({"256, 128", "128, 256"} & tiles) == (grouped and act is None and not biased), tiles
     assert ("#define ARK_LOOP_TRAPS" in source) == grouped
     sources.check()
 

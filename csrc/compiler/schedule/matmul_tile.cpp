@@ -56,9 +56,10 @@ ChosenTile choose_tile(const Graph& graph, const MatmulStage& product, const Tar
   const bool along_depth = b.strides[b.shape.size() - 2] == 1;
   const int64_t size = element_bytes(graph, product);
   // Larger tiles bring fewer operands from the cache for each multiplication; warp groups alone have registers for
-  // them.
+  // them, and in float32 none for a bias or an epilogue.
+  const bool registers = size == 2 || (product.tf32 && product.bias < 0 && product.finish.empty());
   const bool large =
-      target.name == "sm_90a" && size != 1 && product.codes.bits == 0 && multiplied_by_groups(graph, product);
+      target.name == "sm_90a" && registers && multiplied_by_groups(graph, product) && product.codes.bits == 0;
   const bool dual = product.second.b >= 0;
   ChosenTile best;
   for (const int64_t rows : {256, 128, 64}) {

@@ -51,24 +51,25 @@ struct TensorTile {
     return *reinterpret_cast<const uint32*>(chunk + at % 4 * 4);
   }
 
-  // Rows r to r + 16 of a, two steps of depth from d on, as multiply_add takes them.
-  ARK_LOOP void load_rows(uint32 (&rows)[4], const char* a, int r, int d) const {
+  // Rows r to r + 16 of a, two chunks' depth from d on, as multiply_add takes them. m: of the matrix whose line this
+  // lane names.
+  ARK_LOOP void load_rows(uint32 (&rows)[4], const char* a, int r, int d, int m) const {
     if constexpr (kWords && kAAcross)
-      ARK_UNROLL for (int m = 0; m < 4; ++m) rows[m] = word_across(a, r + m % 2 * 8, d + m / 2 * kPer);
+      ARK_UNROLL for (int i = 0; i < 4; ++i) rows[i] = word_across(a, r + i % 2 * 8, d + i / 2 * kPer);
     else
-      load_matrices<kAAcross>(rows, matrix_line<kAAcross>(a, r, d, lane() / 8 % 2, lane() / 16));
+      load_matrices<kAAcross>(rows, matrix_line<kAAcross>(a, r, d, m % 2, m / 2));
     round(rows);
   }
-  // Two octets of columns from c on, each in two steps of the depth. Unless there are two, the one is loaded twice.
-  ARK_LOOP void load_columns(uint32 (&columns)[4], const char* b, int c, int d, bool two) const {
+  // Two octets of columns from c on, each in two chunks' depth. Unless there are two, the one is loaded twice.
+  ARK_LOOP void load_columns(uint32 (&columns)[4], const char* b, int c, int d, int m, bool two) const {
     if constexpr (kWords && kBAcross)
-      ARK_UNROLL for (int m = 0; m < 4; ++m) columns[m] = word_across(b, c + (two ? m / 2 * 8 : 0), d + m % 2 * kPer);
+      ARK_UNROLL for (int i = 0; i < 4; ++i) columns[i] = word_across(b, c + (two ? i / 2 * 8 : 0), d + i % 2 * kPer);
     else
-      load_matrices<kBAcross>(columns, matrix_line<kBAcross>(b, c, d, two ? lane() / 16 : 0, lane() / 8 % 2));
+      load_matrices<kBAcross>(columns, matrix_line<kBAcross>(b, c, d, two ? m / 2 : 0, m % 2));
     round(columns);
   }
   static ARK_LOOP void round(uint32 (&words)[4]) {
-    if constexpr (kWords) ARK_UNROLL for (int m = 0; m < 4; ++m) words[m] = rounded_to_tf32(words[m]);
+    if constexpr (kWords) ARK_UNROLL for (int i = 0; i < 4; ++i) words[i] = rounded_to_tf32(words[i]);
   }
 
   // A tile of few rows and columns leaves some warps without work.
@@ -78,12 +79,13 @@ struct TensorTile {
   ARK_LOOP void add(int a_at, int b_at) {
     if (idle()) return;
     const char *const a = workspace() + a_at, *const b = workspace() + b_at;
+    const int m = lane() / 8;
     _Pragma("unroll 2") for (int d = 0; d < 8 * kPer; d += 2 * kPer) {
       uint32 rows[kDown][4];
-      ARK_UNROLL for (int i = 0; i < kDown; ++i) load_rows(rows[i], a, first_row() + i * 16, d);
+      ARK_UNROLL for (int i = 0; i < kDown; ++i) load_rows(rows[i], a, first_row() + i * 16, d, m);
       ARK_UNROLL for (int j = 0; j < kOver; j += 2) {
         uint32 columns[4];
-        load_columns(columns, b, first_column() + j * 8, d, j + 1 < kOver);
+        load_columns(columns, b, first_column() + j * 8, d, m, j + 1 < kOver);
         ARK_UNROLL for (int i = 0; i < kDown; ++i) {
           multiply_add<T>(sums[i][j], rows[i], columns[0], columns[1]);
           if (j + 1 < kOver) multiply_add<T>(sums[i][j + 1], rows[i], columns[2], columns[3]);
