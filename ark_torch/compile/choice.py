@@ -28,6 +28,7 @@ from torch.fx import GraphModule
 
 from ark_torch import _jit, env
 from ark_torch._version import __version__
+from ark_torch.compile import precision
 from ark_torch.compile.report import NAMES, log
 
 FORMAT = 2
@@ -83,6 +84,8 @@ def text_of(graph_module: GraphModule, example_inputs: Sequence[Any]) -> str:
         for x in example_inputs
     ]
     modes = [f"{d} {torch.get_autocast_dtype(d)}" for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
+    if precision.tf32() and any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
+        modes.append("float32 products in tf32")
     return _GPU_INDEX.sub(lambda match: match[1] or "", "\n".join([*(one.code for one in graphs), *given, *modes]))
 
 

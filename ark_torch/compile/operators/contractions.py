@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
-from ark_torch.compile import analysis, low_bits
+from ark_torch.compile import analysis, low_bits, precision
 from ark_torch.compile.analysis import aten
 from ark_torch.compile.ir import Literal, Operand, Strided, Unsupported
 from ark_torch.compile.lowering import Lowering, lowers
@@ -26,7 +26,8 @@ def _matmul(low: Lowering, out: Strided, left: Operand, right: Operand, bias: Op
         raise Unsupported("a matrix product of integers or of mixed types")
     if bias is None and experts.grouped(low, out, *operands):
         return out
-    return low.node("matmul", operands if bias is None else [*operands, low.stored(bias)], out)
+    allowed = {"tf32": True} if operands[0].dtype == torch.float32 and precision.tf32() else {}
+    return low.node("matmul", operands if bias is None else [*operands, low.stored(bias)], out, **allowed)
 
 
 @lowers(aten.mm.default, aten.bmm.default)

@@ -6,6 +6,7 @@
 
 #include "compiler/fuse/fuse_views.hpp"
 #include "compiler/graph/graph_check.hpp"
+#include "compiler/graph/stage_queries.hpp"
 
 namespace ark::compiler {
 
@@ -102,6 +103,8 @@ Stage matmul_stage(Graph& graph, const Node& node) {
   body.m = out.shape[lead.size()];
   body.n = out.shape[lead.size() + 1];
   body.k = a.shape[lead.size() + 1];
+  // Few rows or columns wait for memory: nothing would be gained.
+  body.tf32 = node.flag("tf32") && std::min(body.m, body.n) > kMatvecRows;
   for (int64_t size : lead) body.batch *= size;
   Stage stage;
   int dimension = -1;

@@ -56,6 +56,7 @@ using Attributes = std::map<std::string, Attribute>;
 //    iota         -                          1         start, step (int)
 //    sum mean amax amin argmax any           1 -> 1    dims (ints), keepdim (bool); argmax: first of equal maxima
 //    matmul       a [*, M, K], b [*, K, N], bias (optional, broadcasts to [*, M, N])    1
+//                                                      tf32 (bool): of float32; a GPU may multiply in TF32
 //    dequant_matmul  a [M, K], codes [K, N], scale, zero (optional, [K / group, N]), bias (optional)    1 -> [M, N]
 //                                                      product with quantized weights: (code - offset) * scale.
 //                                                      bits (int): 8, int8 or float8_e4m3fn codes; or 4, two codes of

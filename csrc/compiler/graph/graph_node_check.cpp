@@ -148,6 +148,8 @@ class NodeChecker {
     const Value &a = in(0), &b = in(1);
     if (a.shape.size() < 2 || b.shape.size() < 2) fail("takes operands of at least two dimensions");
     for (const Value* value : {&a, &b, &out()}) expect_floating(*value);
+    if (node_.flag("tf32") && (a.type != ScalarType::f32 || b.type != ScalarType::f32))
+      fail("multiplies {} and {} in TF32, which float32 operands alone may have", name_of(a.type), name_of(b.type));
     const size_t ra = a.shape.size(), rb = b.shape.size();
     if (a.shape[ra - 1] != b.shape[rb - 2]) {
       fail("{} times {}: the inner dimensions differ", to_string(a.shape), to_string(b.shape));

@@ -130,6 +130,8 @@ struct MatmulStage {
   // bias is added. `fast_accum`: see graph.hpp.
   int scale_a = -1, scale_b = -1;
   bool fast_accum = false;
+  // On a GPU, float32 operands are multiplied on tensor cores, in TF32. Only products of many rows and columns do so.
+  bool tf32 = false;
   // Set for quantized weights. Such products have one batch and are cut by columns, or on a CPU by rows.
   Codes codes = {};
 };

@@ -30,6 +30,16 @@ bool multiplies_float8(const Stage& stage) {
   return product != nullptr && product->scale_a >= 0;
 }
 
+bool multiplied_by_groups(const Graph& graph, const MatmulStage& product) {
+  const Value &a = graph.values()[product.a], &b = graph.values()[product.b];
+  if (size_of(a.type) <= 2) return true;
+  const auto adjacent = [](const Value& value, size_t from_end) {
+    const size_t dim = value.shape.size() - from_end;
+    return value.shape[dim] == 1 || value.strides[dim] == 1;
+  };
+  return product.tf32 && adjacent(a, 1) && adjacent(b, 2);
+}
+
 bool takes_few_rows(const Graph& graph, const AttentionStage& attention) {
   const Value &q = graph.values()[attention.q], &k = graph.values()[attention.k];
   return q.shape[1] / k.shape[1] * q.shape[2] <= kRowsInWarps;

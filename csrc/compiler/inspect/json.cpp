@@ -55,6 +55,7 @@ void write_stages(JsonWriter& json, const Plan& plan) {
     json.field("tasks", tasks[index]).flag("replicated", replicated[index]);
     json.key("cost_us").real(cost[index]);
     const auto* product = std::get_if<MatmulStage>(&stage.body);
+    if (product != nullptr && product->tf32 && plan.target.name != "cpu") json.field("precision", "tf32");
     if (product != nullptr && product->tile_columns > 0) {
       json.key("tile").open('{').field("rows", product->tile_rows).field("columns", product->tile_columns);
       json.field("depth", product->k).field("size", size_of(plan.graph.values()[product->a].type));

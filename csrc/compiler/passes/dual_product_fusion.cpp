@@ -81,8 +81,8 @@ class DualFuser {
       if (reader_of(other) == dual.reader) dual.second = other;
     if (dual.second < 0) return {};
     const MatmulStage &first = product(at), &second = product(dual.second);
-    if (first.a != second.a || !alike(graph_, first.b, second.b) || !alike(graph_, first.bias, second.bias) ||
-        !alike(graph_, first.out, second.out))
+    if (first.a != second.a || first.tf32 != second.tf32 || !alike(graph_, first.b, second.b) ||
+        !alike(graph_, first.bias, second.bias) || !alike(graph_, first.out, second.out))
       return {};
     const Elementwise all = elementwise(graph_, *program);
     const auto place = [&](const Instruction* load) {  // in its product's result

@@ -22,12 +22,13 @@ constexpr int64_t kDepthUnit = 64;      // depths that the kernel multiplies at 
 constexpr double kWorthUs = 1;          // time that the extra stages must save
 constexpr int64_t kPieceBytes = 16;     // loaded at once: each part starts at a multiple
 
-// Whether its parts can be summed: half types, and a dense result that fills a temporary.
+// Whether its parts can be summed: half types or TF32 (plain float32 keeps its order), and a dense result that fills a
+// temporary.
 bool has_parts(const Graph& graph, const MatmulStage& product, const Target& target) {
   const Value &a = graph.values()[product.a], &out = graph.values()[product.out];
   const Buffer& buffer = graph.buffers()[out.buffer];
   if (!multiplied_in_tiles(graph, product, target) || product.codes.bits != 0 || !product.finish.empty() ||
-      size_of(a.type) != 2 || !is_floating(out.type))
+      (size_of(a.type) != 2 && !product.tf32) || !is_floating(out.type))
     return false;
   const int64_t elements = product.m * product.n;
   return buffer.kind == Buffer::Kind::temporary && buffer.bytes == elements * size_of(out.type) && out.offset == 0 &&

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "compiler/graph/stage_queries.hpp"
+
 namespace ark::compiler {
 
 namespace {
@@ -16,7 +18,10 @@ double bytes_of_tile(const TileShape& tile, const MatmulStage& product, int64_t 
   return static_cast<double>((tile.rows + lines_of(tile, product)) * product.k * size);
 }
 
-double flops_per_us(const TileCosts& costs, int64_t size) {
+constexpr double kTf32Pace = 0.5;  // of half types: tensor cores' instructions take half of their depth
+
+double flops_per_us(const TileCosts& costs, const MatmulStage& product, int64_t size) {
+  if (product.tf32) return kTf32Pace * costs.half_flops_per_us;
   return size == 1 ? costs.float8_flops_per_us : size == 2 ? costs.half_flops_per_us : costs.float_flops_per_us;
 }
 
@@ -30,7 +35,7 @@ double ends_us(const TileCosts& costs, const TileShape& tile, const MatmulStage&
 double tiles_us(const TileCosts& costs, const TileShape& tile, const MatmulStage& product, int64_t size,
                 int64_t tiles) {
   const double flops = 2 * static_cast<double>(tile.rows * lines_of(tile, product)) * static_cast<double>(product.k);
-  const double compute = flops / flops_per_us(costs, size);
+  const double compute = flops / flops_per_us(costs, product, size);
   const double move = bytes_of_tile(tile, product, size) / costs.bytes_per_us;
   return static_cast<double>(tiles) * (std::max(compute, move) + ends_us(costs, tile, product));
 }
@@ -42,7 +47,7 @@ int64_t element_bytes(const Graph& graph, const MatmulStage& product) {
 }  // namespace
 
 bool multiplied_in_tiles(const Graph& graph, const MatmulStage& product, const Target& target) {
-  constexpr int64_t kMatvecRows = 16, kDotRows = 4;  // of cuda/loop/matmul.cuh; the second for half types
+  constexpr int64_t kDotRows = 4;  // kFewRows of cuda/loop/matmul.cuh for half types
   constexpr int64_t kLargeBytes = 16 << 20;
   if (product.batch != 1 || product.axis == MatmulStage::Axis::batch) return false;
   if (product.m > kMatvecRows) return true;
@@ -64,8 +69,10 @@ ChosenTile choose_tile(const Graph& graph, const MatmulStage& product, const Tar
   const bool along_depth = b.strides[b.shape.size() - 2] == 1;
   const int64_t size = element_bytes(graph, product);
   // Larger tiles bring fewer operands from the cache for each multiplication; warp groups alone have registers for
-  // them.
-  const bool large = target.name == "sm_90a" && size == 2 && product.codes.bits == 0;
+  // them, and in float32 none for a bias or an epilogue.
+  const bool registers = size == 2 || (product.tf32 && product.bias < 0 && product.finish.empty());
+  const bool large =
+      target.name == "sm_90a" && registers && multiplied_by_groups(graph, product) && product.codes.bits == 0;
   const bool dual = product.second.b >= 0;
   ChosenTile best;
   for (const int64_t rows : {256, 128, 64}) {

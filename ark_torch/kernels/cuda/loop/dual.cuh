@@ -30,14 +30,15 @@ ARK_LOOP void dual_product(const T* a, const T* first, const T* second, Out* out
   const bool b_even = kB ? c0 % kPerChunk<T> == 0 : s.b_depth == 1;
   const Side<T, EvenRows> a_side{a, {s.a_row, s.out_row}, s.a_depth, s.a_aligned && a_even};
   const bool whole = s.b_aligned && b_even;
+  using Element = typename TensorElement<T>::Type;
   const int r = static_cast<int>(r0), r_end = static_cast<int>(r1), c = static_cast<int>(c0),
             c_end = static_cast<int>(c1);
-  if constexpr (kIsHalf<T> && kHasGroupMultiply && s.a_aligned && s.b_aligned)
-    dual_in_tiles<GroupTile<T, kRows, 2 * kColumns, kA, kB>, s, kRows, kColumns>(a_side, first, second, whole, out, by,
-                                                                                 r, r_end, c, c_end);
-  else if constexpr (kIsHalf<T>)
-    dual_in_tiles<TensorTile<T, kFewer, 2 * kNarrower, kA, kB>, s, kFewer, kNarrower>(a_side, first, second, whole, out,
-                                                                                      by, r, r_end, c, c_end);
+  if constexpr (kByGroups<s, T>)
+    dual_in_tiles<GroupTile<Element, kRows, 2 * kColumns, kA, kB>, s, kRows, kColumns>(a_side, first, second, whole,
+                                                                                       out, by, r, r_end, c, c_end);
+  else if constexpr (kByTensor<s, T>)
+    dual_in_tiles<TensorTile<Element, kFewer, 2 * kNarrower, kA, kB>, s, kFewer, kNarrower>(
+        a_side, first, second, whole, out, by, r, r_end, c, c_end);
   else
     dual_in_tiles<PlainTile<kFewer, 2 * kNarrower>, s, kFewer, kNarrower>(a_side, first, second, whole, out, by, r,
                                                                           r_end, c, c_end);

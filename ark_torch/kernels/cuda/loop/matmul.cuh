@@ -3,8 +3,9 @@
 // bits depend neither on the cut into tiles nor on how many rows are used.
 //
 // Few rows: matvec.cuh, matvec_across.cuh, matvec_tensor.cuh. Many rows: tile_ring.cuh, with tensor cores for half
-// types, plain code for float32, and warp groups for aligned half types if the plan has chosen a tile shape and the
-// architecture has them. Rare mixtures of types: element by element.
+// types and for float32 in TF32, plain code for other float32, and warp groups for what is aligned (in TF32 also
+// contiguous along the depth) if the plan has chosen a tile shape and the architecture has them. Rare mixtures of
+// types: element by element.
 #pragma once
 
 #include "cuda/loop/matvec.cuh"
@@ -32,11 +33,28 @@ ARK_LOOP void few_rows(const At& at, const A* a, const B* b, Out* out, const Bia
     dot_columns<MostRows, kDotsByChunk<s, B>, s.b_cache>(s, at, a, b, out, bias, r0, rows, segments, c0, c1);
 }
 
-// Layouts that copies and tensor cores support: contiguous along the depth, or, for half types, across it.
-template <Product s, class At, class T>
-inline constexpr bool kRowsAcross = s.a_depth != 1 && s.a_row == 1 && At::kEven&& kIsHalf<T>;
+// Whether tensor cores multiply tiles of T, and what they take its elements as.
 template <Product s, class T>
-inline constexpr bool kColumnsAcross = s.b_depth != 1 && s.b_column == 1 && kIsHalf<T>;
+inline constexpr bool kByTensor = kIsHalf<T> || s.tf32;
+template <class T>
+struct TensorElement {
+  using Type = T;
+};
+template <>
+struct TensorElement<float> {
+  using Type = tf32;
+};
+
+// Layouts that copies and tensor cores support: contiguous along the depth, or, for tensor cores, across it.
+template <Product s, class At, class T>
+inline constexpr bool kRowsAcross = s.a_depth != 1 && s.a_row == 1 && At::kEven&& kByTensor<s, T>;
+template <Product s, class T>
+inline constexpr bool kColumnsAcross = s.b_depth != 1 && s.b_column == 1 && kByTensor<s, T>;
+
+// Whether warp groups multiply tiles of T. They take lines across the depth of half types alone.
+template <Product s, class T>
+inline constexpr bool kByGroups = kHasGroupMultiply&& s.a_aligned&& s.b_aligned&& kByTensor<s, T> &&
+                                  (kIsHalf<T> || (s.a_depth == 1 && s.b_depth == 1));
 
 // What matvec_tensor.cuh can load.
 template <Product s, class T>
@@ -48,11 +66,13 @@ ARK_LOOP void product_in_tiles(const Side<T, At>& a, const Side<T, EvenRows>& b,
   constexpr Product s = kShape;
   constexpr bool kA = kRowsAcross<s, At, T>, kB = kColumnsAcross<s, T>;
   constexpr int kFewer = least(kRows, 128), kNarrower = least(kColumns, 128);  // larger tiles are warp groups' alone
-  if constexpr (kIsHalf<T> && kGroups)
-    tiled_product<GroupTile<T, kRows, kColumns, kA, kB>, kRows, kColumns, kA, kB>(s, a, b, out, bias, r0, r1, c0, c1);
-  else if constexpr (kIsHalf<T>)
-    tiled_product<TensorTile<T, kFewer, kNarrower, kA, kB>, kFewer, kNarrower, kA, kB>(s, a, b, out, bias, r0, r1, c0,
-                                                                                       c1);
+  using Element = typename TensorElement<T>::Type;
+  if constexpr (kGroups)
+    tiled_product<GroupTile<Element, kRows, kColumns, kA, kB>, kRows, kColumns, kA, kB>(s, a, b, out, bias, r0, r1, c0,
+                                                                                        c1);
+  else if constexpr (kByTensor<s, T>)
+    tiled_product<TensorTile<Element, kFewer, kNarrower, kA, kB>, kFewer, kNarrower, kA, kB>(s, a, b, out, bias, r0, r1,
+                                                                                             c0, c1);
   else
     tiled_product<PlainTile<kFewer, kNarrower>, kFewer, kNarrower, kA, kB>(s, a, b, out, bias, r0, r1, c0, c1);
 }
@@ -67,8 +87,7 @@ ARK_LOOP void many_rows(const At& at, const T* a, const T* b, Out* out, const Bi
   const Side<T, At> a_side{a, at, s.a_depth, s.a_aligned && a_even};
   const Side<T, EvenRows> b_side{b, {s.b_column, 0}, s.b_depth, s.b_aligned && b_even};
   if constexpr (kColumns > 0) {
-    product_in_tiles<s, kRows, kColumns, kHasGroupMultiply && s.a_aligned && s.b_aligned>(a_side, b_side, out, bias, r0,
-                                                                                          r1, c0, c1);
+    product_in_tiles<s, kRows, kColumns, kByGroups<s, T>>(a_side, b_side, out, bias, r0, r1, c0, c1);
   } else if (MostRows <= 16 || r1 - r0 <= 16) {
     if (c1 - c0 <= 64)
       product_in_tiles<s, 16, 64>(a_side, b_side, out, bias, r0, r1, c0, c1);

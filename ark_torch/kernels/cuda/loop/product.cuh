@@ -19,6 +19,7 @@ struct Product {
   // Whether rows of a and columns of b, along whichever dimension is contiguous, start at multiples of 16 bytes.
   bool a_aligned, b_aligned;
   Cache b_cache = Cache::normal;  // of loads by kernels of few rows
+  bool tf32 = false;              // whether kernels of many rows multiply float32 on tensor cores, in TF32
 };
 
 struct NoBias {};

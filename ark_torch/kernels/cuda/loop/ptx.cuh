@@ -120,8 +120,20 @@ ARK_LOOP void wait_copies() {
 
 // ---- Tensor cores
 
+// A float32 as tensor cores multiply it: its lower 13 bits do not count.
+struct tf32 {
+  uint32 bits;
+};
+// To nearest; of a tie away from zero.
+ARK_LOOP uint32 rounded_to_tf32(uint32 x) {
+  uint32 y;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(bits_as<float>(x)));
+  return y;
+}
+
 // Four matrices of 8 rows of 16 bytes. Lane l names row l % 8 of matrix l / 8, and gets elements 2 * (l % 4) and the
-// next one of row l / 4 of each; kTransposed: of column l / 4.
+// next one of row l / 4 of each; kTransposed: of column l / 4. Of 32-bit elements it gets the one at l % 4, and none
+// can be transposed.
 template <bool kTransposed>
 ARK_LOOP void load_matrices(uint32 (&to)[4], const void* row) {
   if constexpr (kTransposed)
@@ -136,11 +148,17 @@ ARK_LOOP void load_matrices(uint32 (&to)[4], const void* row) {
                  : "memory");
 }
 
-// sums (16 x 8) += a (16 x 16) b (16 x 8). Lane l has sums [l / 4][2 * (l % 4)], the next one, both also 8 rows on.
+// sums (16 x 8) += a (16 x 16) b (16 x 8). Lane l has sums [l / 4][2 * (l % 4)], the next one, both also 8 rows on. Of
+// tf32 the depth is 8.
 template <class T>
 ARK_LOOP void multiply_add(float (&sums)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
   if constexpr (kSame<T, bf16>)
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  else if constexpr (kSame<T, tf32>)
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));

@@ -48,29 +48,33 @@ ARK_LOOP void wait_group_multiply(float (&sums)[kOver][4]) {
 }
 
 #define ARK_SUMS(j) "+f"(sums[j][0]), "+f"(sums[j][1]), "+f"(sums[j][2]), "+f"(sums[j][3])
-// R, C, X, Y: numbers of the operands behind the registers. Half types have both orders of lines; float8 (X: whether to
-// add) is adjacent along the depth.
+// R, C, X, Y: numbers of the operands behind the registers. Half types have both orders of lines; float8 and tf32 (X:
+// whether to add) are adjacent along the depth.
 #define ARK_GROUP_MULTIPLY(SIZE, TYPE, REGISTERS, R, C, X, Y, ...)                                         \
   asm volatile("wgmma.mma_async.sync.aligned." SIZE "k16.f32." TYPE "." TYPE " {" REGISTERS "}, " R ", " C \
                ", 1, 1, 1, " X ", " Y ";\n"                                                                \
                : __VA_ARGS__                                                                               \
                : "l"(rows), "l"(columns), "n"(kAAcross), "n"(kBAcross))
-#define ARK_GROUP_MULTIPLY_OF(SIZE, REGISTERS, R, C, X, Y, ...)                                             \
-  if constexpr (kSame<T, e4m3>)                                                                             \
-    asm volatile("wgmma.mma_async.sync.aligned." SIZE "k32.f32.e4m3.e4m3 {" REGISTERS "}, " R ", " C ", " X \
-                 ", 1, 1;\n"                                                                                \
-                 : __VA_ARGS__                                                                              \
-                 : "l"(rows), "l"(columns), "n"(kAdd));                                                     \
-  else if constexpr (kSame<T, bf16>)                                                                        \
-    ARK_GROUP_MULTIPLY(SIZE, "bf16", REGISTERS, R, C, X, Y, __VA_ARGS__);                                   \
-  else                                                                                                      \
+#define ARK_GROUP_MULTIPLY_ALONG(SIZE, TYPES, REGISTERS, R, C, X, ...)                                     \
+  asm volatile("wgmma.mma_async.sync.aligned." SIZE TYPES " {" REGISTERS "}, " R ", " C ", " X ", 1, 1;\n" \
+               : __VA_ARGS__                                                                               \
+               : "l"(rows), "l"(columns), "n"(kAdd))
+#define ARK_GROUP_MULTIPLY_OF(SIZE, REGISTERS, R, C, X, Y, ...)                           \
+  if constexpr (kSame<T, e4m3>)                                                           \
+    ARK_GROUP_MULTIPLY_ALONG(SIZE, "k32.f32.e4m3.e4m3", REGISTERS, R, C, X, __VA_ARGS__); \
+  else if constexpr (kSame<T, tf32>)                                                      \
+    ARK_GROUP_MULTIPLY_ALONG(SIZE, "k8.f32.tf32.tf32", REGISTERS, R, C, X, __VA_ARGS__);  \
+  else if constexpr (kSame<T, bf16>)                                                      \
+    ARK_GROUP_MULTIPLY(SIZE, "bf16", REGISTERS, R, C, X, Y, __VA_ARGS__);                 \
+  else                                                                                    \
     ARK_GROUP_MULTIPLY(SIZE, "f16", REGISTERS, R, C, X, Y, __VA_ARGS__)
 
 // sums (64 x 8 kOver) += a (64 x 16) b (16 x 8 kOver), by one warp group; each warp has 16 rows, as in multiply_add. Of
-// float8 the depth is 32; without kAdd, sums are replaced.
+// float8 the depth is 32, of tf32 8; without kAdd, sums are replaced, of float8 alone.
 template <class T, bool kAAcross, bool kBAcross, bool kAdd = true, int kOver>
 ARK_LOOP void group_multiply_add(float (&sums)[kOver][4], uint64 rows, uint64 columns) {
-  static_assert(kSame<T, e4m3> ? !kAAcross && !kBAcross : kAdd);
+  static_assert(kSame<T, e4m3> || kAdd);
+  static_assert(!(kSame<T, e4m3> || kSame<T, tf32>) || (!kAAcross && !kBAcross));
   static_assert(kOver == 4 || kOver == 8 || kOver == 12 || kOver == 16 || kOver == 32);
   if constexpr (kOver == 4)
     ARK_GROUP_MULTIPLY_OF("m64n32", "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15", "%16",
@@ -132,6 +136,7 @@ ARK_LOOP void group_multiply_add(float (&sums)[8][4], const uint32 (&rows)[4], u
 
 #undef ARK_GROUP_MULTIPLY_ROWS
 #undef ARK_GROUP_MULTIPLY_OF
+#undef ARK_GROUP_MULTIPLY_ALONG
 #undef ARK_GROUP_MULTIPLY
 #undef ARK_SUMS
 

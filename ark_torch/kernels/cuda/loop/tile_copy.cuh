@@ -3,7 +3,7 @@
 // A tile consists of lines of 128 bytes. Chunks of 16 bytes are swizzled (chunk number xor line number), so eight lines
 // can be read, and eight chunks of a line written, without bank conflicts. A line is a part of one row of a (column of
 // b) along the depth; or, if elements of different rows (columns) are contiguous and can be transposed on the way to
-// the tensor cores, 64 of those at one depth. Outside the matrix the depth reads as zero.
+// the tensor cores, 64 of those at one depth (32 of float32 in TF32). Outside the matrix the depth reads as zero.
 #pragma once
 
 #include "cuda/loop/product.cuh"
@@ -14,11 +14,15 @@ inline constexpr int kLineBytes = 128;
 template <class T>
 inline constexpr int kTileDepth = kLineBytes / sizeof(T);
 
+// kWordsAcross: of 32-bit elements whose lines run across. Threads load these one by one, two adjacent chunks of four
+// adjacent lines at once, which pairs of chunks in turn keep in different banks.
+template <bool kWordsAcross = false>
 ARK_LOOP char* tile_chunk(char* tile, int line, int chunk) {
-  return tile + line * kLineBytes + ((chunk ^ line) & 7) * 16;
+  return tile + line * kLineBytes + ((chunk ^ (kWordsAcross ? 2 * line : line)) & 7) * 16;
 }
+template <bool kWordsAcross = false>
 ARK_LOOP const char* tile_chunk(const char* tile, int line, int chunk) {
-  return tile + line * kLineBytes + ((chunk ^ line) & 7) * 16;
+  return tile_chunk<kWordsAcross>(const_cast<char*>(tile), line, chunk);
 }
 
 // One of the two matrices: `others` are the rows of a, or the columns of b.
@@ -70,7 +74,8 @@ class ChunkCopy {
  public:
   static constexpr int kBytes = kLines * kLineBytes;
 
-  ARK_LOOP ChunkCopy() : to_(pinned(shared_address(tile_chunk(workspace(), line_of(0), chunk())))) {}
+  ARK_LOOP ChunkCopy()
+      : to_(pinned(shared_address(tile_chunk < kAcross && sizeof(T) == 4 > (workspace(), line_of(0), chunk())))) {}
 
   // The next tile has others from o0 and starts at depth 0; others end at o1.
   ARK_LOOP void start(const Side<T, At>& side, int o0, int o1) {
@@ -137,7 +142,7 @@ class ElementCopy {
       const T* const from =
           left <= 0 ? side.data : side.data + nth_matrix(side.at, n) + side.at.a(o) + d * side.depth_stride;
       const int count = left <= 0 ? 0 : least(left, kPer);
-      char* const to = tile_chunk(workspace() + tile, line, chunk);
+      char* const to = tile_chunk < kAcross && sizeof(T) == 4 > (workspace() + tile, line, chunk);
       if constexpr (sizeof(T) == 4) {
         ARK_UNROLL for (int e = 0; e < kPer; ++e)
             copy_4(to + e * 4, e < count ? from + e * step : side.data, e < count ? 4 : 0);

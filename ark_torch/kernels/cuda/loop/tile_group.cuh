@@ -1,11 +1,14 @@
-// A tile of a half-type product on the tensor cores of sm_90a: warp groups multiply straight from shared memory (wgmma)
-// while all threads copy what comes next.
+// A tile of a half-type product, or of a float32 one in TF32, on the tensor cores of sm_90a: warp groups multiply
+// straight from shared memory (wgmma) while all threads copy what comes next.
 //
 // tile_copy.cuh writes matrices in a layout that these instructions support: lines of 128 bytes with swizzled chunks, a
 // pattern that repeats every 1,024 bytes. A group has 64 rows and up to 128 columns of the tile: with fewer columns it
 // would read as much of a for less work, and reads are the bottleneck. If there are more groups than such parts, groups
-// split the depth: the g-th adds up the g-th part of each line, in steps of 16, and finally their sums are added in
-// order. So an element's sum depends on the tile's shape and the depth, not on the tile's position.
+// split the depth: the g-th adds up the g-th part of each line, in steps of 32 bytes, and finally their sums are added
+// in order. So an element's sum depends on the tile's shape and the depth, not on the tile's position.
+//
+// In TF32 these instructions ignore the lower 13 bits of what lies in shared memory: float32 is rounded toward zero, as
+// by Triton and CUTLASS.
 #pragma once
 
 #include "cuda/loop/ptx_group.cuh"
@@ -45,7 +48,8 @@ struct GroupTile {
     }
   }
 
-  // The stride of steps of 16 along the depth: as many lines, or 32 bytes of each line (32 depths of float8).
+  // The stride of steps along the depth: 16 lines, or 32 bytes of each line (16 depths of half types, 32 of float8, 8
+  // of tf32).
   template <bool kLinesAcross>
   static constexpr int kStep = kLinesAcross ? 16 * kLineBytes : 32;
 
@@ -177,6 +181,9 @@ struct GroupTile {
           ARK_UNROLL for (int e = 0; e < 4; ++e) mine[i][e] = bias->finish(mine[i][e], mine[kDone + i][e]);
         }
       }
+    } else if (kSame<T, tf32> && kHasBias<Bias> && s.bias_row != 0) {
+      // As above: biases of 32 bits must not be loaded for many octets at once.
+      ARK_UNROLL for (int i = 0; i < kMine; ++i) if (pinned(row < r1) != 0) add_bias(i);
     } else {
       ARK_UNROLL for (int i = 0; i < kMine; ++i) add_bias(i);
     }

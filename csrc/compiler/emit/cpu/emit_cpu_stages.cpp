@@ -7,6 +7,7 @@
 
 #include "compiler/emit/cpu/emit_cpu_loops.hpp"
 #include "compiler/emit/cpu/emit_cpu_ops.hpp"
+#include "compiler/graph/stage_queries.hpp"
 #include "compiler/schedule/matmul_tile.hpp"
 
 namespace ark::compiler {
@@ -43,11 +44,12 @@ std::string product_shape(FunctionWriter& to, const MatmulStage& matmul) {
     bias_row = stride_from_end(to.value(matmul.bias), 2);
     bias_column = stride_from_end(to.value(matmul.bias), 1);
   }
-  std::string aligned;
+  std::string aligned;  // and what else GPUs' kernels alone have
   if (to.cuda()) {
     const auto [of_a, of_b] = aligned_operands(to, matmul);
     aligned = formatted(",\n                      .a_aligned = {}, .b_aligned = {}, .b_cache = {}", of_a, of_b,
                         to.cache_text(matmul.b));
+    if (matmul.tf32) aligned += ", .tf32 = true";
   }
   return formatted(
       "{{.depth = {}, .a_row = {}, .a_depth = {}, .b_depth = {}, .b_column = {},\n"
@@ -171,7 +173,7 @@ void emit(FunctionWriter& to, const MatmulStage& matmul) {
     std::string tile;
     if (matmul.tile_columns > 0) {
       tile = formatted(", {}, {}", matmul.tile_rows, matmul.tile_columns);
-      if (size_of(a.type) <= 2 && std::ranges::count(aligned_operands(to, matmul), "false") == 0)
+      if (multiplied_by_groups(to.graph(), matmul) && std::ranges::count(aligned_operands(to, matmul), "false") == 0)
         to.multiply_by_groups();
     }
     if (scaled)
