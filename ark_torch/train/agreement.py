@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -93,14 +94,40 @@ def _beside(group: Any) -> Any:
     ark = ark_backend(group, "cpu")
     if ark is not None:
         options = ark.options
-        return dist.new_group(
-            members, backend="cpu:ark", timeout=options._timeout, pg_options=options, use_local_synchronization=True
-        )
+        with _equal_numbers_of_groups(group):
+            return dist.new_group(
+                members, backend="cpu:ark", timeout=options._timeout, pg_options=options, use_local_synchronization=True
+            )
+    return group if _supports(group, "cpu") else _gloo_beside(group, members)
+
+
+@contextlib.contextmanager
+def _equal_numbers_of_groups(group: Any) -> Iterator[None]:
+    """Lets all ranks of the group seem to know as many groups as the one that knows most.
+
+    PyTorch names a group that only its ranks make by these and by how many groups a rank knows (_hash_ranks_to_str).
+    With different names the ranks would wait for each other: one may be in more groups, or have closed its last step
+    later.
+    """
+    names = dist.distributed_c10d._world.pg_names
+    device = torch.device("cpu") if _supports(group, "cpu") else torch.device("cuda", torch.cuda.current_device())
+    most = torch.tensor([len(names)], device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    placeholders = [object() for _ in range(int(most) - len(names))]
+    names.update((one, f"placeholder {number}") for number, one in enumerate(placeholders))  # type: ignore[misc]
     try:
-        group._get_backend(torch.device("cpu"))
+        yield
+    finally:
+        for one in placeholders:
+            del names[one]  # type: ignore[arg-type]
+
+
+def _supports(group: Any, device_type: str) -> bool:
+    try:
+        group._get_backend(torch.device(device_type))
     except RuntimeError:
-        return _gloo_beside(group, members)
-    return group
+        return False
+    return True
 
 
 # Group of CUDA tensors alone -> its Gloo group. PyTorch names a group by its ranks, and Gloo's addresses of a destroyed
@@ -113,5 +140,6 @@ def _gloo_beside(group: Any, members: list[int]) -> Any:
     for other in [other for other in _gloo_groups if other not in known]:
         del _gloo_groups[other]
     if _gloo_groups.get(group) not in known:
-        _gloo_groups[group] = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        with _equal_numbers_of_groups(group):
+            _gloo_groups[group] = dist.new_group(members, backend="gloo", use_local_synchronization=True)
     return _gloo_groups[group]

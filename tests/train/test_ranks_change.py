@@ -326,3 +326,28 @@ TOLD = {
 def test_ranks_with_other_rates_or_options(what: str) -> None:
     for rank, text in enumerate(crew_of(2, {}).run(_differs, what)):
         assert text.startswith(f"ark: [rank {rank}] train.capture: {TOLD[what]}: "), text
+
+
+def _groups_of_one_rank(rank: Rank) -> list[Tensor]:
+    rank.init()
+    _play(False)
+    if rank.rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    weights, steps = [], []
+    for _ in range(2):
+        model = small.make("gpt2")
+        step = capture(model, _adam(model), small.loss)
+        for number in range(2):
+            step(small.batch("gpt2", number, rank.rank))
+        weights.append(small.weights(model))
+        steps.append(step)
+        if rank.rank == 1:
+            step.close()
+    assert _same_everywhere(torch.cat(weights))
+    return weights
+
+
+def test_ranks_in_other_numbers_of_groups() -> None:
+    """One rank is in a group of its own, and closes its first step later. PyTorch counts groups to name new ones."""
+    for first, second in crew_of(2, {}).run(_groups_of_one_rank):
+        assert torch.equal(first, second)
