@@ -267,6 +267,13 @@ def test_coded_weights_of_many_rows(sources: Sources, compiled: Any, form: str, 
     sources.check()
 
 
+def test_a_bias_of_elements(sources: Sources, compiled: Any) -> None:
+    """In the largest tiles, with an activation: loads of biases leave registers for the sums."""
+    given = [torch.randn(*shape, dtype=torch.bfloat16) for shape in ((2048, 256), (6144, 256), (2048, 6144))]
+    compiled(lambda x, w, bias: F.gelu(torch.addmm(bias, x, w.t())), dynamic=False, fallback=False)[0](*given)
+    sources.check()
+
+
 def test_a_batch_whose_tasks_have_several_heads(sources: Sources, compiled: Any) -> None:
     """Each warp loads a block of positions at once, which leaves the loop over heads hardly a register."""
     model = models.Llama(models.Config(512, 1, 8, 2, 512, 64, 600), 32, torch.bfloat16).eval()

@@ -181,8 +181,8 @@ struct GroupTile {
           ARK_UNROLL for (int e = 0; e < 4; ++e) mine[i][e] = bias->finish(mine[i][e], mine[kDone + i][e]);
         }
       }
-    } else if (kSame<T, tf32> && kHasBias<Bias> && s.bias_row != 0) {
-      // As above: biases of 32 bits must not be loaded for many octets at once.
+    } else if (kHasBias<Bias> && !kScaled<Bias> && s.bias_row != 0) {
+      // As above: biases must not be loaded for many octets at once.
       ARK_UNROLL for (int i = 0; i < kMine; ++i) if (pinned(row < r1) != 0) add_bias(i);
     } else {
       ARK_UNROLL for (int i = 0; i < kMine; ++i) add_bias(i);
