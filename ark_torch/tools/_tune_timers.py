@@ -42,12 +42,6 @@ def _wait_for(work: Any) -> None:
         work.wait()
 
 
-def _wait_for(work: Any) -> None:
-    """A group that NCCL carries may return no work for a synchronous call."""
-    if work is not None:
-        work.wait()
-
-
 def call_of(operation: str, backend: Any, whole: torch.Tensor, other: torch.Tensor, ranks: int) -> Callable[[], Any]:
     """The operation; `whole` is the tensor whose bytes the dispatch looks at."""
     mean = dist.ReduceOp.AVG  # repeated on the same tensor, sums would become infinite
