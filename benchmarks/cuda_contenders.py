@@ -3,7 +3,7 @@
 These are ark and NCCL on plain and on registered tensors, ark without what NCCL carries for it by default (ark_alone),
 NCCL's efficiency and zero (copy-engine) policies where they apply, and PyTorch's symmetric memory in its one-shot,
 two-shot and low-contention forms. Each has its own tensors. A contender that the version or machine lacks is left out
-on all ranks and named on standard error.
+on all ranks and named on standard error. On CPU tensors there are ark and Gloo.
 """
 
 from __future__ import annotations
@@ -19,6 +19,13 @@ import torch.distributed as dist
 Call = Callable[[], Any]
 MB = 1 << 20
 POLICIES = {"nccl_efficiency": 1, "nccl_zero": 2}  # NCCL_CTA_POLICY_*
+RIVALS = {"cuda": "nccl", "cpu": "gloo"}  # PyTorch's group, which also checks what only moves
+
+
+def finish(device: torch.device) -> None:
+    """Waits for all that the device was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def make_groups(
@@ -28,11 +35,11 @@ def make_groups(
     alone: bool = False,
     variants: Collection[tuple[str, Mapping[str, str]]] = (),
 ) -> dict[str, Any]:
-    """Creates the groups. NCCL's is the default one. alone: ark_alone's, too; variants: names, and fields of a rule."""
+    """Creates the groups. The rival's is the default one. alone: ark_alone's, too; variants: names, a rule's fields."""
     import ark_torch
 
     os.environ["ARK_REDUCTION"] = reduction
-    groups = {"nccl": dist.group.WORLD, "ark": dist.new_group(backend="ark", timeout=timeout)}
+    groups = {RIVALS[device.type]: dist.group.WORLD, "ark": dist.new_group(backend="ark", timeout=timeout)}
     rules = {f"ark_{name}": {field: int(value) for field, value in fields.items()} for name, fields in variants}
     if alone:
         rules["ark_alone"] = {}  # a table replaces NCCL's share
@@ -41,7 +48,7 @@ def make_groups(
         options.reduction = reduction
         options.cuda_dispatch = [(dist.get_world_size(), numbers)]
         groups[name] = dist.new_group(backend="ark", timeout=timeout, pg_options=options)
-    for name, policy in POLICIES.items():
+    for name, policy in POLICIES.items() if device.type == "cuda" else ():
         options = dist.ProcessGroupNCCL.Options()
         try:
             options.config.cta_policy = policy
@@ -66,27 +73,31 @@ class Row:
         groups: dict[str, Any],
         only: Collection[str] = (),
         reduction: str = "exact",
+        dtype: torch.dtype = torch.bfloat16,
+        device: str = "cuda",
     ) -> None:
         """only: the contenders; all that there are if empty. reduction: ark's sums."""
-        self.reduction = reduction
+        self.reduction, self.dtype, self.device = reduction, dtype, torch.device(device)
+        self.rival = RIVALS[device]
         self.operation, self.size, self.rank, self.ranks = operation, size, rank, ranks
         self.groups = groups
-        self.count = max(size // 2 // ranks, 1) * ranks
-        generator = torch.Generator(device="cuda").manual_seed(1000 * rank + 1)
-        self.seed = torch.randn(self.count, generator=generator, device="cuda").to(torch.bfloat16)
+        self.count = max(size // dtype.itemsize // ranks, 1) * ranks
+        generator = torch.Generator(device=device).manual_seed(1000 * rank + 1)
+        self.seed = torch.randn(self.count, generator=generator, device=device).to(dtype)
         self.tensors: list[torch.Tensor] = []
         self.results: dict[str, torch.Tensor] = {}
         self.undo: list[Call] = []
         self.calls: dict[str, Call] = {}
         own = [name for name in groups if name.startswith("ark")]
-        makers = dict.fromkeys([*own, "nccl"], self.plain)
-        makers |= {f"{name}_registered": self.ark_registered for name in own if name != "ark_alone"}
-        makers |= {name: self.nccl_registered for name in ("nccl_registered", *POLICIES)}
-        makers |= {
-            "symm_one_shot": self.symmetric,
-            "symm_two_shot": self.symmetric,
-            "symm_low_contention": self.symmetric,
-        }
+        makers = dict.fromkeys([*own, self.rival], self.plain)
+        if device == "cuda":
+            makers |= {f"{name}_registered": self.ark_registered for name in own if name != "ark_alone"}
+            makers |= {name: self.nccl_registered for name in ("nccl_registered", *POLICIES)}
+            makers |= {
+                "symm_one_shot": self.symmetric,
+                "symm_two_shot": self.symmetric,
+                "symm_low_contention": self.symmetric,
+            }
         for name, make in makers.items():
             if only and name not in only:
                 continue
@@ -135,7 +146,7 @@ class Row:
         """Allocates both sides in one piece, as NCCL's windows require."""
         parts = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": self.ranks, "send_recv": self.ranks}
         other = self.count // self.ranks * parts.get(self.operation, 0)
-        both = torch.empty(self.count + other, dtype=torch.bfloat16, device="cuda")
+        both = torch.empty(self.count + other, dtype=self.dtype, device=self.device)
         made = [both[: self.count], both[self.count :]][: 2 if other else 1]
         self.tensors += made
         self.results[name] = made[1 if self.operation in ("reduce_scatter", "all_to_all", "send_recv") else 0]
@@ -187,7 +198,7 @@ class Row:
             return None
         group = self.groups["nccl"].group_name
         parts = low.get(self.operation, (self.ranks, ""))[0]
-        tensor = symmetric.empty(self.count // self.ranks * parts, dtype=torch.bfloat16, device="cuda")
+        tensor = symmetric.empty(self.count // self.ranks * parts, dtype=self.dtype, device=self.device)
         self.tensors.append(tensor)
         symmetric.rendezvous(tensor, group)
         ops, wait = torch.ops.symm_mem, torch.ops._c10d_functional.wait_tensor
@@ -200,7 +211,7 @@ class Row:
         return lambda: ops.two_shot_all_reduce_(tensor, "sum", group)
 
     def close(self) -> None:
-        torch.cuda.synchronize()
+        finish(self.device)
         for step in self.undo:
             step()
         for kept in (self.calls, self.tensors, self.undo, self.results):
@@ -210,36 +221,38 @@ class Row:
         """Counts elements of ark's results that are wrong. -1: not checked.
 
         A sum is right if it is the float32 sum in rank order, rounded once; with reduction "fast", if it differs by no
-        more than rounding after each addition explains. What only moves is right if it is what NCCL brings.
+        more than rounding after each addition explains. What only moves is right if it is what the rival brings.
         """
         sums = "reduce" in self.operation
         if sums and self.size > 256 * MB:
             return -1
         self.renew()
-        expected, bound = self._sums() if sums else (self._by_nccl(), None)
+        expected, bound = self._sums() if sums else (self._by_rival(), None)
+        bits = torch.int16 if self.dtype.itemsize == 2 else torch.int32
         wrong = 0
         for name in [name for name in self.calls if name.startswith("ark")]:
             self.calls[name]()
-            torch.cuda.synchronize()
+            finish(self.device)
             if bound is None:
-                wrong += int((self.results[name].view(torch.int16) != expected.view(torch.int16)).sum())
+                wrong += int((self.results[name].view(bits) != expected.view(bits)).sum())
             else:
                 wrong += int(((self.results[name].float() - expected.float()).abs() > bound).sum())
         return wrong
 
-    def _by_nccl(self) -> torch.Tensor:
-        self.calls["nccl"]()
-        torch.cuda.synchronize()
-        return self.results["nccl"].clone()
+    def _by_rival(self) -> torch.Tensor:
+        self.calls[self.rival]()
+        finish(self.device)
+        return self.results[self.rival].clone()
 
     def _sums(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The sum of this rank's elements, and how much another may differ from it; None: not at all."""
-        inputs = torch.empty(self.ranks, self.count, dtype=torch.bfloat16, device="cuda")
-        dist.all_gather_into_tensor(inputs.view(-1), self.seed, group=self.groups["nccl"])
+        inputs = torch.empty(self.ranks, self.count, dtype=self.dtype, device=self.device)
+        dist.all_gather_into_tensor(inputs.view(-1), self.seed, group=self.groups[self.rival])
         if self.operation == "reduce_scatter":
             inputs = inputs.view(self.ranks, self.ranks, -1)[:, self.rank]
-        total = inputs[0].float()
+        total = inputs[0].to(torch.float32, copy=True)
         for r in range(1, self.ranks):
             total += inputs[r].float()
-        rounding = self.ranks * 2.0**-8 * inputs.abs().sum(0, dtype=torch.float32)
-        return total.to(torch.bfloat16), rounding if self.reduction == "fast" else None
+        roundings = self.ranks * (2 if self.dtype == torch.float32 else 1)  # in float32 this sum rounds as often, too
+        rounding = roundings * torch.finfo(self.dtype).eps / 2 * inputs.abs().sum(0, dtype=torch.float32)
+        return total.to(self.dtype), rounding if self.reduction == "fast" else None

@@ -36,8 +36,9 @@ sys.path.append(str(gpu_models.FOLDER.parent / "examples"))
 from llama.quantized import FORMS, quantize
 
 from ark_torch import _C
-from ark_torch.tools._trace_files import Step, merge, read, steps_of, timeline_of, write
+from ark_torch.tools._trace_files import Step, timeline_of, write
 from ark_torch.tools._trace_picture import draw
+from ark_torch.tools._trace_scan import scan
 from ark_torch.tools.bench import report
 from ark_torch.tools.trace import beside
 
@@ -97,12 +98,7 @@ def traced(arguments: argparse.Namespace) -> tuple[list[Step], dict[str, Any]]:
     """Returns the steps of the region on all ranks, without the warm-up, and its plan."""
     with tempfile.TemporaryDirectory(prefix="ark-account-") as arguments.folder:
         paths, plan = on_one(arguments) if arguments.ranks == 1 else on_several(arguments)
-        steps = steps_of(merge([read(path) for path in paths]))
-        return steps[WARM * arguments.ranks :], json.loads(plan)
-
-
-def begin_of(step: Step) -> float:
-    return min(one.begin for one in step.slices)
+        return scan(paths)[WARM * arguments.ranks :], json.loads(plan)
 
 
 def phase_of(stage: dict[str, Any]) -> str:
@@ -174,7 +170,7 @@ def main() -> int:
     arguments = parser.parse_args()
     about = gpu_models.surroundings(arguments)
     steps, plan = traced(arguments)
-    last = [max(beside(step, steps), key=begin_of) for step in steps if step.rank == 0]
+    last = [max(beside(step, steps), key=lambda step: step.first) for step in steps if step.rank == 0]
     chosen = sorted(last, key=lambda step: step.length)[len(last) // 2]
     whole, rows = account(chosen, plan)
     ranks = "" if arguments.ranks == 1 else f"_{arguments.ranks}_ranks"

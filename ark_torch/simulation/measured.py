@@ -60,7 +60,11 @@ def rows(results: Path) -> list[Measured]:
 
 
 def _gpus(results: Path) -> Iterator[Measured]:
-    every = [row for row in load(results, "cuda_collectives")["rows"] if row["operation"] in OPERATIONS]
+    every = [
+        row
+        for row in load(results, "cuda_collectives")["rows"]
+        if row["operation"] in OPERATIONS and row.get("dtype", "bfloat16") == "bfloat16"
+    ]
     for group in _groups(every, "operation", "ranks"):
         fit = _alternating(group)
         for row in group:

@@ -49,6 +49,11 @@ class Step:
         return self.begin + self.length
 
     @property
+    def first(self) -> float:
+        """When the first slice begins."""
+        return min((one.begin for one in self.slices), default=self.begin)
+
+    @property
     def workers(self) -> int:
         return 1 + max((one.worker for one in self.slices), default=0)
 
@@ -65,6 +70,14 @@ def read(path: Path) -> dict[str, Any]:
     raise ValueError(f"{path} is not a timeline that ARK_TRACE made")
 
 
+def shift_of(about: dict[str, Any], first: dict[str, Any]) -> float:
+    """Microseconds from a file's clock to the first one's."""
+    if about["boot"] == first["boot"]:
+        return 0.0
+    shift: float = (about["realtime_ns"] - about["monotonic_ns"] - first["realtime_ns"] + first["monotonic_ns"]) / 1e3
+    return shift
+
+
 def merge(files: list[dict[str, Any]]) -> dict[str, Any]:
     """Merges all files on the clock of the first, one process per rank. Raises ValueError if a file lacks a clock."""
     if any("boot" not in file["otherData"] for file in files):  # already merged, such as --timeline's
@@ -75,9 +88,7 @@ def merge(files: list[dict[str, Any]]) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     for number, file in enumerate(files):
         about = file["otherData"]
-        shift = 0.0
-        if about["boot"] != first["boot"]:
-            shift = (about["realtime_ns"] - about["monotonic_ns"] - first["realtime_ns"] + first["monotonic_ns"]) / 1e3
+        shift = shift_of(about, first)
         for event in file["traceEvents"]:
             # Process ids may collide between machines or containers.
             moved = {**event, "pid": number + 1}
@@ -126,6 +137,12 @@ def timeline_of(steps: Sequence[Step]) -> dict[str, Any]:
     return {"displayTimeUnit": "ns", "otherData": about, "traceEvents": events}
 
 
+def slice_of(event: dict[str, Any], shift: float = 0.0) -> tuple[int, Slice]:
+    """An event's lane and slice."""
+    lane, worker = divmod(event["tid"] - 1, LANE)
+    return lane, Slice(event["name"], event["cat"], event["ts"] + shift, event["dur"], worker, event["args"])
+
+
 def steps_of(merged: dict[str, Any]) -> list[Step]:
     """The calls in time order, each with its slices."""
     ranks = merged["otherData"].get("merged_ranks", [merged["otherData"]["rank"]])
@@ -135,13 +152,12 @@ def steps_of(merged: dict[str, Any]) -> list[Step]:
     for event in merged["traceEvents"]:
         if event["ph"] != "X":
             continue
-        lane, worker = divmod(event["tid"] - 1, LANE)
-        if event["cat"] == "region":
+        lane, one = slice_of(event)
+        if one.kind == "region":
             rank = of_process.get(event["pid"], event["pid"])
-            step = Step(event["name"], rank, event["ts"], event["dur"], lane)
+            step = Step(one.name, rank, one.begin, one.length, lane)
             found[event["pid"], lane].append(step)
         else:
-            one = Slice(event["name"], event["cat"], event["ts"], event["dur"], worker, event["args"])
             rest.append(((event["pid"], lane), one))
     begins = {}
     for place, steps in found.items():

@@ -36,27 +36,33 @@ def _synchronous(options: Any, **values: Any) -> Any:
     return options
 
 
+def _wait_for(work: Any) -> None:
+    """A group that NCCL carries may return no work for a synchronous call."""
+    if work is not None:
+        work.wait()
+
+
 def call_of(operation: str, backend: Any, whole: torch.Tensor, other: torch.Tensor, ranks: int) -> Callable[[], Any]:
     """The operation; `whole` is the tensor whose bytes the dispatch looks at."""
     mean = dist.ReduceOp.AVG  # repeated on the same tensor, sums would become infinite
     if operation == "all_reduce":
         options = _synchronous(c10d.AllreduceOptions(), reduceOp=mean)
-        return lambda: backend.allreduce([whole], options).wait()
+        return lambda: _wait_for(backend.allreduce([whole], options))
     if operation == "reduce":
         options = _synchronous(c10d.ReduceOptions(), reduceOp=mean, rootRank=0)
-        return lambda: backend.reduce([whole], options).wait()
+        return lambda: _wait_for(backend.reduce([whole], options))
     if operation == "broadcast":
         options = _synchronous(c10d.BroadcastOptions(), rootRank=0, rootTensor=0)
-        return lambda: backend.broadcast([whole], options).wait()
+        return lambda: _wait_for(backend.broadcast([whole], options))
     if operation == "all_to_all":
         options = _synchronous(c10d.AllToAllOptions())
-        return lambda: backend.alltoall_base(other[: whole.numel()], whole, [], [], options).wait()
+        return lambda: _wait_for(backend.alltoall_base(other[: whole.numel()], whole, [], [], options))
     part = other[: whole.numel() // ranks]
     if operation == "all_gather":
         options = _synchronous(c10d.AllgatherOptions())
-        return lambda: backend._allgather_base(whole, part, options).wait()
+        return lambda: _wait_for(backend._allgather_base(whole, part, options))
     options = _synchronous(c10d.ReduceScatterOptions(), reduceOp=mean)
-    return lambda: backend._reduce_scatter_base(part, whole, options).wait()
+    return lambda: _wait_for(backend._reduce_scatter_base(part, whole, options))
 
 
 def _graph_of(body: Callable[[], Any]) -> torch.cuda.CUDAGraph:

@@ -20,6 +20,7 @@ from ark_torch.compile import trace
 from ark_torch.tools import trace as tool
 from ark_torch.tools._trace_files import Slice, Step, merge, read, steps_of, timeline_of, write
 from ark_torch.tools._trace_picture import draw
+from ark_torch.tools._trace_scan import about_of, scan
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -233,6 +234,69 @@ def test_ranks_of_several_machines_share_a_clock(file: Path, compiled: Any) -> N
     assert [step.rank for step in steps].count(1) == 2
     first = {step.rank: step.begin for step in reversed(steps)}
     assert abs(first[0] - first[1]) < 0.01
+
+
+def same_steps(*paths: Path) -> list[Step]:
+    """What scan() finds, compared with the steps of the parsed files."""
+    found, parsed = scan(paths), steps_of(merge([read(path) for path in paths]))
+    for one, whole in zip(found, parsed, strict=True):
+        for name in ("region", "rank", "begin", "length", "lane", "first", "workers", "slices"):
+            assert getattr(one, name) == getattr(whole, name), (name, one, whole)
+    return found
+
+
+def test_slices_are_parsed_when_asked_for(file: Path, compiled: Any, tmp_path: Path) -> None:
+    run(compiled, steps=4)
+    first, *_ = scan([file])
+    assert about_of(file.read_bytes()) and first.begin < first.first < first.end
+    assert "slices" not in vars(first)
+    assert len(first.slices) > 50 and "slices" in vars(first)
+    assert len(same_steps(file)) == 4
+    whole = read(file)
+    for name in ("merged.json", "packed.json.gz"):  # parsed as a whole
+        write(tmp_path / name, whole)
+        assert len(same_steps(tmp_path / name)) == 4
+    file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(ValueError, match="is not a timeline"):
+        scan([file])
+
+
+def lines_of(rank: int, boot: str, *events: tuple[int, float, str]) -> str:
+    """A file as csrc/compiler/inspect/trace.cpp writes it, of events on threads."""
+    clock = {"boot": boot, "monotonic_ns": 1_000 * (rank + 1), "realtime_ns": 500_000}
+    head = {"displayTimeUnit": "ns", "otherData": {"made_by": "ark_torch", "rank": rank, **clock}, "traceEvents": []}
+    rows = [{"ph": "M", "pid": 7, "name": "process_name", "args": {"name": "process 7"}}]
+    for number, (thread, begin, kind) in enumerate(events):
+        name = '"cat":"region" of a task' if kind == "gelu" else kind
+        times = {"ph": "X", "pid": 7, "tid": thread, "ts": begin, "dur": 2.5}
+        rows.append({**times, "name": name, "cat": kind, "args": {"step" if kind == "region" else "task": number}})
+        if kind == "region":
+            rows.insert(-1, {"ph": "M", "pid": 7, "tid": thread, "name": "thread_name", "args": {"name": "worker"}})
+
+    def text(of: Any) -> str:
+        return json.dumps(of, separators=(",", ":"))
+
+    return text(head).removesuffix("]}") + ",\n".join(map(text, rows)) + "\n]}\n"
+
+
+@pytest.mark.quick
+def test_slices_that_begin_outside_their_step(tmp_path: Path) -> None:
+    """They belong to the step of their lane in which they begin, wherever the file has them."""
+    events = [
+        (1, 100.0, "region"), (1, 99.0, "gelu"), (2, 101.5, "wait"), (2, 212.0, "matmul"),
+        (1001, 150.0, "region"), (1003, 151.0, "gelu"), (1002, 151.0, "wait"),
+        (1, 300.0, "region"),
+        (1, 200.0, "region"), (2, 150.25, "gelu"), (2, 201.0, "gelu"), (2, 300.0, "gelu"),
+    ]  # fmt: skip
+    one, other = tmp_path / "one.json", tmp_path / "other.json"
+    one.write_text(lines_of(0, "a", *events))
+    other.write_text(lines_of(1, "b", *((thread, begin + 7, kind) for thread, begin, kind in events)))
+    assert [len(step.slices) for step in same_steps(one)] == [2, 2, 2, 1]
+    found = same_steps(one, other)
+    assert [step.rank for step in found].count(1) == 4
+    assert min(step.begin for step in found if step.rank == 1) == 100 + 7 - 1  # this clock is ahead by 1 us
+    one.write_text(lines_of(0, "a"))
+    assert same_steps(one) == []
 
 
 def test_profiler_names_the_region(compiled: Any) -> None:

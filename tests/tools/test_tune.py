@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from support import child
 from ark_torch import _C
 from ark_torch.distributed.group import load_dispatch
 from ark_torch.tools import _probes, _tune_cuda, tune
+from ark_torch.tools._tune_timers import call_of
 
 USE = """
 import torch, torch.distributed as dist
@@ -188,3 +190,40 @@ def test_fields_are_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
         tune.main(["--cuda", "--only", "one_shot"])
     told = capsys.readouterr().err
     assert stopped.value.code == 2 and "there is no field 'one_shot' (did you mean 'one_shot_to'?)" in told
+
+
+class _Backend:
+    """Its operations return `work`, whatever they are asked."""
+
+    def __init__(self, work: Any) -> None:
+        self.work, self.calls = work, 0
+
+    def __getattr__(self, operation: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            assert not arguments[-1].asyncOp
+            self.calls += 1
+            return self.work
+
+        return call
+
+
+class _Work:
+    def __init__(self) -> None:
+        self.waited = 0
+
+    def wait(self) -> None:
+        self.waited += 1
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "operation", ["all_reduce", "reduce", "broadcast", "all_to_all", "all_gather", "reduce_scatter"]
+)
+def test_a_timed_call_may_return_no_work(operation: str) -> None:
+    """NCCL returns none for synchronous calls since PyTorch 2.8. A work is waited for."""
+    for work in (None, _Work()):
+        backend = _Backend(work)
+        call = call_of(operation, backend, torch.ones(8), torch.ones(8), 2)
+        call()
+        call()
+        assert backend.calls == 2 and (work is None or work.waited == 2)
