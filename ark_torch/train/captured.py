@@ -72,6 +72,7 @@ class CapturedStep:
         self._never = self._why_never()  # why no call can be captured
         self._rates: optimizers.Rates | None = None
         self._shapes: dict[Any, _Shape] = {}
+        self._epoch = 0  # of their keys
         self._told: set[str] = set()
         self._options: Any = None  # of the optimizer in the last call
         self._changing = 0  # calls in a row in which those changed
@@ -83,7 +84,6 @@ class CapturedStep:
         self._eager_calls = 0
         self._closed = False
         self._mb, self._registered = mb, registered
-        fsdp.reshard(subject.sharded)
         if self._agreement is not None:
             self._agree()
             models.same_weights(subject)
@@ -179,7 +179,7 @@ class CapturedStep:
         why = self._layout.why_not(layout)
         if not why:
             try:
-                models.check_again(subject, step.max_norm is not None, step.scales)
+                models.check_again(subject, step.max_norm is not None, step.scales, self._layout.trains_others(layout))
                 optimizers.check(step.optimizer, list(layout.parameters.values()))
             except ValueError as error:
                 why = str(error).removeprefix("ark: train.capture: ").removesuffix(".")
@@ -192,11 +192,11 @@ class CapturedStep:
             self._agreement.compare(self._facts())
             told = self._agreement.share(json.dumps(replaced))
             models.same_weights(subject, {name for text in told for name in json.loads(text)})
-        self._layout = layout
         if step.buckets is not None:
             step.buckets.close()
             step.buckets = self._sizing = None
-            self._make_buckets()
+        self._make_buckets()
+        self._layout = layout  # last: after an error, the next call begins anew again
         self._record_anew("the trained parameters are others than before")
         self._eager_calls, self._host_state = 0, ""
 
@@ -293,7 +293,11 @@ class CapturedStep:
         assert self._baked is not None
         kind = self._device.type
         options = optimizers.numbers(self._step.optimizer, self._step.scaler)
-        values = self._baked.key()
+        epoch, values = self._epoch, self._baked.key()
+        self._epoch = self._baked.epoch
+        if self._epoch != epoch:
+            self._forget_graphs()
+            self._shapes.clear()
         key = (read.key, values, options, (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)))
         self._note_change(options, key in self._shapes)
         if key not in self._shapes and len(self._shapes) >= 8 * self._max_shapes:

@@ -215,8 +215,9 @@ def _why_not_sharded(modules: list[Any]) -> str:
     return next((why for why in map(_why_not_compressed, states) if why), "")
 
 
-def check_again(subject: Subject, clips: bool, scales: bool) -> None:
-    """Raises ValueError if the subject cannot be trained with the modules and parameters of now."""
+def check_again(subject: Subject, clips: bool, scales: bool, others: bool) -> None:
+    """Raises ValueError if the subject cannot be trained with the modules and parameters of now; `others`: these are
+    others than before."""
     device = device_of(subject.module)
     if device != subject.device:
         raise ValueError(
@@ -224,7 +225,7 @@ def check_again(subject: Subject, clips: bool, scales: bool) -> None:
         )
     if _sharded(subject.module) != subject.sharded:
         raise ValueError("ark: train.capture: fully_shard was called after capture(): call capture() again.")
-    if isinstance(getattr(subject.module, "_orig_mod", subject.module), DistributedDataParallel):
+    if others and isinstance(getattr(subject.module, "_orig_mod", subject.module), DistributedDataParallel):
         raise ValueError(
             "ark: train.capture: other parameters are trained than at capture(), which the DistributedDataParallel's "
             "own buckets do not notice: wrap the model anew, and call capture() again."

@@ -17,7 +17,7 @@ from support.rank import Rank
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from ark_torch.train import capture, graphs
+from ark_torch.train import capture, captured, graphs
 
 pytestmark = [ark_only]
 
@@ -150,7 +150,10 @@ def _evaluates(rank: Rank) -> None:
         gathered.append(not isinstance(model.norm.weight, DTensor))  # type: ignore[union-attr]
 
     model.register_forward_pre_hook(look, prepend=True)
-    step = capture(model, _adam(model), small.loss)
+    optimizer = _adam(model)
+    with torch.no_grad():  # before the capture, too
+        small.loss(model, small.batch("gpt2", 0))
+    step = capture(model, optimizer, small.loss)
     for number in range(6):
         with torch.no_grad():
             small.loss(model, small.batch("gpt2", number))
@@ -253,6 +256,35 @@ def test_parameters_that_all_ranks_replace() -> None:
     crew_of(2, {}).run(_replaced_by_both)
 
 
+def _no_memory(rank: Rank) -> None:
+    """An error while buckets are made anew: the next call makes them, and does not train each rank by itself."""
+    rank.init()
+    _play(False)
+    model: Any = small.make("gpt2")
+    step = capture(model, _adam(model), small.loss)
+    step(small.batch("gpt2", 0, rank.rank))
+    model.norm.requires_grad_(False)
+    real = captured.Buckets
+    captured.Buckets = _refuse  # type: ignore[assignment,misc]
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            step(small.batch("gpt2", 1, rank.rank))
+    finally:
+        captured.Buckets = real  # type: ignore[misc]
+    for number in range(2, 4):
+        step(small.batch("gpt2", number, rank.rank))
+    assert _same_everywhere(small.weights(model))
+    step.close()
+
+
+def _refuse(*_: Any) -> None:
+    raise torch.OutOfMemoryError("for buckets")
+
+
+def test_buckets_that_find_no_memory() -> None:
+    crew_of(2, {}).run(_no_memory)
+
+
 def _as_it_is(rank: Rank) -> str:
     """A wrapper that averages by itself does not notice parameters that are unfrozen."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -264,6 +296,8 @@ def _as_it_is(rank: Rank) -> str:
     ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
     step = capture(ddp, _adam(ddp), small.loss)
     step(small.batch("gpt2", 0, rank.rank))
+    model.tokens.weight.data = model.tokens.weight.data.clone()  # as .to() of another device and back does
+    step(small.batch("gpt2", 1, rank.rank))
     model.norm.requires_grad_(True)
     with pytest.raises(RuntimeError) as caught:
         step(small.batch("gpt2", 1, rank.rank))
