@@ -119,7 +119,8 @@ class CapturedStep:
         fsdp.reshard(self._step.subject.sharded)
         relaid = self._layout.changed()
         if self._baked is None:
-            if relaid if self._agreement is None else RELAID in self._agreement.everyone(RELAID if relaid else EAGER):
+            mine = RELAID if relaid else EAGER
+            if RELAID in ([mine] if self._agreement is None else self._agreement.plans(len(batches), mine)[0]):
                 self._begin_anew()
             if self._device.type == "cpu":
                 optimizers.settle_on_cpu(self._step.optimizer)  # a state may have been loaded
@@ -332,19 +333,9 @@ class CapturedStep:
         if mine == CAPTURE and self._host_state:
             mine = FAILED
         mine = first or mine
-        if self._agreement is None:
-            told = [mine]
-        else:
-            digest = shape.graph.digest if shape.graph is not None else 0
-            values = self._agreement.everyone(digest << 31 | KINDS * count + mine)
-            counts = [value % (1 << 31) // KINDS for value in values]
-            for rank, steps in enumerate(counts):
-                if steps != counts[0]:
-                    raise ValueError(
-                        f"ark: [rank {self._agreement.rank}] train.capture: {steps} steps in this call on rank "
-                        f"{rank} and {counts[0]} on rank 0: pass as many batches on all ranks."
-                    )
-            told = [value % KINDS for value in values]
+        told, differ = [mine], False
+        if self._agreement is not None:
+            told, differ = self._agreement.plans(count, mine, shape.graph.digest if shape.graph is not None else 0)
         if max(told) >= MOVED:
             return max(told)
         if FAILED in told:
@@ -355,7 +346,7 @@ class CapturedStep:
         if CAPTURE in told:
             if mine == REPLAY and not self._settle_captures("", shape.graph):
                 return EAGER
-        elif self._agreement is not None and len({value >> 31 for value in values}) > 1:
+        elif differ:
             self._give_up(self._difference(shape.graph))
             return EAGER
         return mine

@@ -367,6 +367,17 @@ def test_all_frozen() -> None:
     step(_x(1))
 
 
+def test_a_slice_is_a_constant() -> None:
+    recorder = fake_graphs.use()
+    model = _model()
+    step = capture(model, _adam(model), lambda m, b: _loss(m, b[0][b[1]]))
+    for number in range(5):
+        step((_x(number), slice(0, 3)))
+    assert step.captured and recorder.counts["records"] == 1
+    step((_x(5), slice(1, 4)))
+    assert not step.captured
+
+
 def test_a_constant_that_is_no_number_has_a_graph() -> None:
     recorder = fake_graphs.use()
     model = _model()

@@ -309,6 +309,31 @@ def test_unfreezing_in_a_wrapper_that_averages_by_itself() -> None:
         assert "which the DistributedDataParallel's own buckets do not notice: wrap the model anew" in text
 
 
+def _other_number_of_steps(rank: Rank, graph: bool) -> None:
+    """Unless both notice, sums of one rank's third step meet those of the other's next call."""
+    rank.init()
+    _play(graph)
+    model = small.make("gpt2")
+    step = capture(model, _adam(model), small.loss, steps=3)
+    batches = [small.batch("gpt2", number, rank.rank) for number in range(3)]
+    step(batches)
+    with pytest.raises(ValueError) as caught:
+        step(batches[: 3 - rank.rank])
+    assert str(caught.value) == (
+        f"ark: [rank {rank.rank}] train.capture: 2 steps in this call on rank 1 and 3 on rank 0: pass as many batches "
+        "on all ranks."
+    )
+    step(batches[:2])
+    assert _same_everywhere(small.weights(model))
+    graphs.recorder_for = _REAL
+    step.close()
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graphs"])
+def test_ranks_that_pass_other_numbers_of_batches(graph: bool) -> None:
+    crew_of(2, {}).run(_other_number_of_steps, graph, timeout=20)
+
+
 # --- rates and options ---
 
 
