@@ -23,7 +23,7 @@ from ark_torch.train.backward import Watch
 from ark_torch.train.baked import Baked
 from ark_torch.train.before import Before
 from ark_torch.train.buckets import Buckets
-from ark_torch.train.facts import facts_of
+from ark_torch.train.facts import facts_of, of_buffers
 from ark_torch.train.layout import Layout
 from ark_torch.train.step import Step
 
@@ -482,6 +482,6 @@ class CapturedStep:
 
     def _agree(self) -> None:
         assert self._agreement is not None
-        self._agreement.compare(self._facts())
+        self._agreement.compare(self._facts() | of_buffers(self._step.subject))
         told = self._agreement.share(self._never)
         self._never = self._agreement.whose(told)

@@ -285,6 +285,42 @@ def test_buckets_that_find_no_memory() -> None:
     crew_of(2, {}).run(_no_memory)
 
 
+def _frozen(rank: Rank, what: str) -> str:
+    """Rank 1's frozen parameter or buffer has another form, which copies from rank 0 would not fit."""
+    rank.init()
+    _play(False)
+    model: Any = small.make("gpt2")
+
+    def change(size: int) -> None:
+        if what == "buffer":
+            model.register_buffer("more", torch.ones(size))
+        else:
+            model.more = nn.Parameter(torch.ones(size), requires_grad=False)
+
+    size = 40 if rank.rank == 1 else 4
+    change(4 if what == "later" else size)
+    with pytest.raises(ValueError) as caught:
+        step = capture(model, _adam(model), small.loss)
+        step(small.batch("gpt2", 0, rank.rank))
+        change(size)
+        step(small.batch("gpt2", 1, rank.rank))
+    if what == "later":
+        change(4)
+        step(small.batch("gpt2", 2, rank.rank))
+        assert _same_everywhere(small.weights(model))
+        step.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["parameter", "buffer", "later"])
+def test_what_is_frozen_differs(what: str) -> None:
+    name = "buffer" if what == "buffer" else "frozen parameter"
+    for rank, text in enumerate(crew_of(2, {}).run(_frozen, what, timeout=30)):
+        assert text.startswith(
+            f"ark: [rank {rank}] train.capture: {name} 'more' is float32 [40] on rank 1 and float32 [4] on rank 0: "
+        ), text
+
+
 def _as_it_is(rank: Rank) -> str:
     """A wrapper that averages by itself does not notice parameters that are unfrozen."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
