@@ -43,6 +43,21 @@ class Agreement:
         """Every rank's value, in rank order."""
         return [int(one) for one in self._gathered(torch.tensor([value]))]
 
+    def plans(self, count: int, mine: int, digest: int = 0) -> tuple[list[int], bool]:
+        """What each rank is about to do in a call of `count` steps, and whether their graphs' digests differ.
+
+        Raises ValueError on every rank if they have other numbers of steps.
+        """
+        values = self.everyone(digest << 31 | KINDS * count + mine)
+        counts = [value % (1 << 31) // KINDS for value in values]
+        for rank, steps in enumerate(counts):
+            if steps != counts[0]:
+                raise ValueError(
+                    f"ark: [rank {self.rank}] train.capture: {steps} steps in this call on rank {rank} and {counts[0]} "
+                    "on rank 0: pass as many batches on all ranks."
+                )
+        return [value % KINDS for value in values], len({value >> 31 for value in values}) > 1
+
     def share(self, text: str) -> list[str]:
         """Every rank's text, in rank order."""
         data = text.encode()

@@ -54,6 +54,7 @@ class Baked:
         if by_step:
             both = tensors.keys() & self._tensors.keys()
             self._outputs |= {label for label in both if tensors[label][2]() is not self._tensors[label][2]()}
+            self._outputs |= tensors.keys() & self._empty()  # and those that were None
         self._tensors = tensors
         self._watched = [(label, *where) for label, where in tensors.items() if label not in self._outputs]
         self._held = [value for state in self._states() for value in state.values()]
@@ -66,7 +67,8 @@ class Baked:
         if not all(slots.same() for slots in self._slots):
             return "a buffer of the model is another tensor than before"
         for label, attributes, name, value in self._watched:
-            if attributes.get(name) is not value():
+            before = value()  # None: nobody has it any more
+            if before is None or attributes.get(name) is not before:
                 return f"the model's {label!r} is another tensor than before"
         if not self._same_states():
             return "the optimizer's state was replaced"
@@ -83,6 +85,11 @@ class Baked:
 
     # ---- Values
 
+    @property
+    def epoch(self) -> int:
+        """Graphs of earlier epochs are not replayed again."""
+        return self._epoch
+
     def key(self) -> Hashable:
         """What tells graphs apart: the values that differ from the base."""
         self.why_changed = ""
@@ -97,7 +104,7 @@ class Baked:
             self.why_changed = self._change(self._last, now)
             self._last = now
             self._difference = tuple(
-                (label, value if is_plain(value) else id(value)) for label, _, value in self._pairs(self._base, now)
+                (label, value if _has_value(value) else id(value)) for label, _, value in self._pairs(self._base, now)
             )
         return (self._epoch, self._difference)
 
@@ -105,7 +112,7 @@ class Baked:
         """Those that a step has changed keep their meaning in keys, so that keys are the same after it."""
         labels, reads, self._attributes = [], [], []
         for path, one in self._model.named_modules():
-            names = [n for n, value in one.__dict__.items() if n not in OF_MODULES and is_plain(value)]
+            names = [n for n, value in one.__dict__.items() if n not in OF_MODULES and _has_value(value)]
             labels.append([f"{path}.{name}" if path else name for name in names])
             reads.append((_reader(names), one.__dict__))
             self._attributes.append(one.__dict__)
@@ -118,6 +125,15 @@ class Baked:
         elif not self._difference:
             self._base = now
         self._last = now
+
+    def _empty(self) -> set[str]:
+        """What was None at the last key()."""
+        return {
+            label
+            for labels, values in zip(self._labels, self._last, strict=True)
+            for label, value in zip(labels, values, strict=True)
+            if value is None
+        }
 
     def _pairs(self, before: list[Any], now: list[Any]) -> list[tuple[str, Any, Any]]:
         """The values that differ: label, before, now."""
@@ -132,10 +148,20 @@ class Baked:
     def _change(self, before: list[Any], now: list[Any]) -> str:
         for label, old, new in self._pairs(before, now):
             return (
-                f"the model's {label!r} changed from {old!r} to {new!r}, and each value needs a graph of its own: keep "
-                "it, or pass it to loss() as a tensor of the batch"
+                f"the model's {label!r} changed from {old!r} to {_shown(new)}, and each value needs a graph of its "
+                "own: keep it, or pass it to loss() as a tensor of the batch"
             )
         return ""
+
+
+def _has_value(value: Any) -> bool:
+    """Whether a value can be compared; None is one, since options that are off are None."""
+    return value is None or is_plain(value)
+
+
+def _shown(value: Any) -> str:
+    """For a sentence. A tensor's text would make the host wait."""
+    return repr(value) if _has_value(value) else f"a {type(value).__name__}"
 
 
 def _reader(names: list[str]) -> Callable[[Any], tuple[Any, ...]]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from ark_torch.train import models, optimizers
+from ark_torch.train import fsdp, models, optimizers
 from ark_torch.train.captured import CapturedStep
 from ark_torch.train.ema import Averaging
 from ark_torch.train.step import Step
@@ -106,6 +106,7 @@ def capture(
         subject = pipeline.take_apart(model, group)
     else:
         subject = models.take_apart(model, group)
+    fsdp.reshard(subject.sharded)  # the optimizer has the shards
     models.check_apart(subject, max_norm is not None, scaler is not None and scaler.is_enabled())
     optimizers.check(optimizer, list(subject.module.parameters()))
     averaging = Averaging(after) if isinstance(after, AveragedModel) else None

@@ -23,7 +23,7 @@ from ark_torch.train.backward import Watch
 from ark_torch.train.baked import Baked
 from ark_torch.train.before import Before
 from ark_torch.train.buckets import Buckets
-from ark_torch.train.facts import facts_of
+from ark_torch.train.facts import facts_of, of_buffers
 from ark_torch.train.layout import Layout
 from ark_torch.train.step import Step
 
@@ -72,6 +72,7 @@ class CapturedStep:
         self._never = self._why_never()  # why no call can be captured
         self._rates: optimizers.Rates | None = None
         self._shapes: dict[Any, _Shape] = {}
+        self._epoch = 0  # of their keys
         self._told: set[str] = set()
         self._options: Any = None  # of the optimizer in the last call
         self._changing = 0  # calls in a row in which those changed
@@ -83,7 +84,6 @@ class CapturedStep:
         self._eager_calls = 0
         self._closed = False
         self._mb, self._registered = mb, registered
-        fsdp.reshard(subject.sharded)
         if self._agreement is not None:
             self._agree()
             models.same_weights(subject)
@@ -119,7 +119,8 @@ class CapturedStep:
         fsdp.reshard(self._step.subject.sharded)
         relaid = self._layout.changed()
         if self._baked is None:
-            if relaid if self._agreement is None else RELAID in self._agreement.everyone(RELAID if relaid else EAGER):
+            mine = RELAID if relaid else EAGER
+            if RELAID in ([mine] if self._agreement is None else self._agreement.plans(len(batches), mine)[0]):
                 self._begin_anew()
             if self._device.type == "cpu":
                 optimizers.settle_on_cpu(self._step.optimizer)  # a state may have been loaded
@@ -179,7 +180,7 @@ class CapturedStep:
         why = self._layout.why_not(layout)
         if not why:
             try:
-                models.check_again(subject, step.max_norm is not None, step.scales)
+                models.check_again(subject, step.max_norm is not None, step.scales, self._layout.trains_others(layout))
                 optimizers.check(step.optimizer, list(layout.parameters.values()))
             except ValueError as error:
                 why = str(error).removeprefix("ark: train.capture: ").removesuffix(".")
@@ -192,11 +193,11 @@ class CapturedStep:
             self._agreement.compare(self._facts())
             told = self._agreement.share(json.dumps(replaced))
             models.same_weights(subject, {name for text in told for name in json.loads(text)})
-        self._layout = layout
         if step.buckets is not None:
             step.buckets.close()
             step.buckets = self._sizing = None
-            self._make_buckets()
+        self._make_buckets()
+        self._layout = layout  # last: after an error, the next call begins anew again
         self._record_anew("the trained parameters are others than before")
         self._eager_calls, self._host_state = 0, ""
 
@@ -293,7 +294,11 @@ class CapturedStep:
         assert self._baked is not None
         kind = self._device.type
         options = optimizers.numbers(self._step.optimizer, self._step.scaler)
-        values = self._baked.key()
+        epoch, values = self._epoch, self._baked.key()
+        self._epoch = self._baked.epoch
+        if self._epoch != epoch:
+            self._forget_graphs()
+            self._shapes.clear()
         key = (read.key, values, options, (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)))
         self._note_change(options, key in self._shapes)
         if key not in self._shapes and len(self._shapes) >= 8 * self._max_shapes:
@@ -328,19 +333,9 @@ class CapturedStep:
         if mine == CAPTURE and self._host_state:
             mine = FAILED
         mine = first or mine
-        if self._agreement is None:
-            told = [mine]
-        else:
-            digest = shape.graph.digest if shape.graph is not None else 0
-            values = self._agreement.everyone(digest << 31 | KINDS * count + mine)
-            counts = [value % (1 << 31) // KINDS for value in values]
-            for rank, steps in enumerate(counts):
-                if steps != counts[0]:
-                    raise ValueError(
-                        f"ark: [rank {self._agreement.rank}] train.capture: {steps} steps in this call on rank "
-                        f"{rank} and {counts[0]} on rank 0: pass as many batches on all ranks."
-                    )
-            told = [value % KINDS for value in values]
+        told, differ = [mine], False
+        if self._agreement is not None:
+            told, differ = self._agreement.plans(count, mine, shape.graph.digest if shape.graph is not None else 0)
         if max(told) >= MOVED:
             return max(told)
         if FAILED in told:
@@ -351,7 +346,7 @@ class CapturedStep:
         if CAPTURE in told:
             if mine == REPLAY and not self._settle_captures("", shape.graph):
                 return EAGER
-        elif self._agreement is not None and len({value >> 31 for value in values}) > 1:
+        elif differ:
             self._give_up(self._difference(shape.graph))
             return EAGER
         return mine
@@ -487,6 +482,6 @@ class CapturedStep:
 
     def _agree(self) -> None:
         assert self._agreement is not None
-        self._agreement.compare(self._facts())
+        self._agreement.compare(self._facts() | of_buffers(self._step.subject))
         told = self._agreement.share(self._never)
         self._never = self._agreement.whose(told)

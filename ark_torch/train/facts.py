@@ -25,7 +25,10 @@ def facts_of(step: Step, options: dict[str, str]) -> dict[str, str]:
     else:
         facts["the number of trained parameters"] = str(len(subject.averaged()))
         for name, p in subject.averaged():
-            facts[f"parameter {name!r}"] = f"{str(p.dtype).removeprefix('torch.')} {list(p.shape)}"
+            facts[f"parameter {name!r}"] = _form(p)
+        if subject.averages:
+            frozen = {name: p for name, p in subject.module.named_parameters() if not p.requires_grad}
+            facts |= {f"frozen parameter {name!r}": _form(p) for name, p in frozen.items() if subject.copies(name)}
         facts |= optimizer | _groups(subject, step.optimizer)
     scaler = step.scaler
     facts["scaler"] = "none" if scaler is None else "given" if step.scales else "given, with enabled=False"
@@ -33,6 +36,17 @@ def facts_of(step: Step, options: dict[str, str]) -> dict[str, str]:
         facts["the scaler's scale"] = repr(scaler.get_scale())
         facts |= {f"the {name}": repr(value) for name, value in optimizers.of_scaler(scaler)}
     return facts | {"max_norm": str(step.max_norm)} | options
+
+
+def of_buffers(subject: Subject) -> dict[str, str]:
+    """Facts about the buffers that capture() copies from the first rank."""
+    if not subject.averages or subject.ddp is not None:
+        return {}
+    return {f"buffer {name!r}": _form(b) for name, b in subject.module.named_buffers() if subject.copies(name)}
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _groups(subject: Subject, optimizer: Any) -> dict[str, str]:

@@ -74,8 +74,8 @@ def read(batch: Any, shown: tuple[bool, bool]) -> Batch:
             place = _place(path, shown)
             raise TypeError(f"ark: train.capture: batch{place} is a {type(leaf).__name__}: pass {hint}.")
         leaves.append(leaf)
-        # NaN equals nothing, and 0.0 equals -0.0: their texts tell them apart.
-        key.append((type(leaf).__name__, repr(leaf) if isinstance(leaf, (float, complex)) else leaf))
+        # NaN equals nothing, 0.0 equals -0.0, and slices have no hash before Python 3.12: their texts tell them apart.
+        key.append((type(leaf).__name__, repr(leaf) if isinstance(leaf, (float, complex, slice)) else leaf))
     return Batch(tensors, trained, leaves, spec, tuple(key))
 
 

@@ -69,6 +69,14 @@ class Layout:
             for group, before in zip(groups, self._groups, strict=True)
         )
 
+    def _trained_ones(self) -> list[Tensor]:
+        return [p for p, trained in zip(self._every, self._trained, strict=True) if trained]
+
+    def trains_others(self, now: Layout) -> bool:
+        """Whether the trained parameters are others now."""
+        before, after = self._trained_ones(), now._trained_ones()
+        return len(before) != len(after) or not all(map(is_, before, after))
+
     def replaced(self, now: Layout) -> list[str]:
         """Names of parameters that are another tensor now, or are new."""
         return [name for name, p in now.parameters.items() if self.parameters.get(name) is not p]

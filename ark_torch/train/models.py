@@ -44,6 +44,10 @@ class Subject:
     def averaged(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, p) for name, p in self.parameters() if name not in self.ignored]
 
+    def copies(self, name: str) -> bool:
+        """Whether a parameter or buffer of this name is the same on all ranks: the first rank's is copied to them."""
+        return name not in self.ignored and not name.startswith(self.apart)
+
     def communicates(self, last: bool) -> contextlib.AbstractContextManager[None]:
         """Context of a micro-batch: models that communicate by themselves do so only in the last one."""
         for module in self.sharded:
@@ -215,8 +219,9 @@ def _why_not_sharded(modules: list[Any]) -> str:
     return next((why for why in map(_why_not_compressed, states) if why), "")
 
 
-def check_again(subject: Subject, clips: bool, scales: bool) -> None:
-    """Raises ValueError if the subject cannot be trained with the modules and parameters of now."""
+def check_again(subject: Subject, clips: bool, scales: bool, others: bool) -> None:
+    """Raises ValueError if the subject cannot be trained with the modules and parameters of now; `others`: these are
+    others than before."""
     device = device_of(subject.module)
     if device != subject.device:
         raise ValueError(
@@ -224,7 +229,7 @@ def check_again(subject: Subject, clips: bool, scales: bool) -> None:
         )
     if _sharded(subject.module) != subject.sharded:
         raise ValueError("ark: train.capture: fully_shard was called after capture(): call capture() again.")
-    if isinstance(getattr(subject.module, "_orig_mod", subject.module), DistributedDataParallel):
+    if others and isinstance(getattr(subject.module, "_orig_mod", subject.module), DistributedDataParallel):
         raise ValueError(
             "ark: train.capture: other parameters are trained than at capture(), which the DistributedDataParallel's "
             "own buckets do not notice: wrap the model anew, and call capture() again."
@@ -250,7 +255,7 @@ def same_weights(subject: Subject, only: set[str] | None = None) -> None:
     named = (*module.named_parameters(), *module.named_buffers())
     if only is not None:
         named = tuple((name, p) for name, p in module.named_parameters() if name in only)
-    tensors = [tensor.detach() for name, tensor in named if not _is_apart(subject, name)]
+    tensors = [tensor.detach() for name, tensor in named if subject.copies(name)]
     local = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     if local:
         dist._broadcast_coalesced(subject.group, local, 250 << 20, 0)

@@ -233,6 +233,81 @@ def test_a_tensor_stored_in_a_module() -> None:
     assert step.captured and recorder.counts["records"] == 2
 
 
+class _Scaled(nn.Linear):
+    """A layer with an option that may be off."""
+
+    def __init__(self, scale: Any) -> None:
+        super().__init__(3, 1)
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if self.scale is None else y * self.scale
+
+
+OPTIONS: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
+    "a tensor is dropped": (lambda: torch.full((), 2.0), lambda: None, "the model's 'scale' is another tensor"),
+    "a tensor comes": (lambda: None, lambda: torch.full((), 2.0), "'scale' changed from None to a Tensor, and"),
+    "a number comes": (lambda: None, lambda: 0.5, "the model's 'scale' changed from None to 0.5, and"),
+    "a number is dropped": (lambda: 0.5, lambda: None, "the model's 'scale' changed from 0.5 to None, and"),
+}
+
+
+@pytest.mark.parametrize("what", OPTIONS)
+def test_an_option_that_is_switched(what: str) -> None:
+    """Nothing but the model has the tensor: a graph would read memory that is freed."""
+    before, after, reason = OPTIONS[what]
+    recorder = fake_graphs.use()
+    model = _Scaled(before())
+    step = capture(model, _adam(model), _loss)
+    for number in range(5):
+        step(_x(number))
+    assert step.captured
+    model.scale = after()
+    step(_x(5))
+    assert not step.captured and reason in step.reason, step.reason
+    step(_x(6))
+    step(_x(7))
+    assert step.captured and recorder.counts["records"] == 2, step.reason
+
+
+def test_a_state_that_the_host_resets_before_each_call() -> None:
+    class Remembers(nn.Linear):
+        hidden: Any
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.hidden = super().forward(x if self.hidden is None else x + self.hidden)
+            return self.hidden
+
+    class Runs(fake_graphs.FakeRecorder):
+        def record(self, body: Callable[[], Any]) -> fake_graphs.FakeRecording:
+            body()  # what the host does in a capture, and not in a replay
+            return super().record(lambda: None)
+
+    recorder = fake_graphs.use(Runs())
+    model = Remembers(3, 1)
+    model.hidden = None
+    step = capture(model, _adam(model), _loss)
+    for number in range(7):
+        model.hidden = None
+        step(_x(number))
+    assert step.captured and recorder.counts == {"warm": 3, "records": 1, "replays": 4, "resets": 0}, step.reason
+
+
+def test_graphs_that_are_never_replayed_again_are_freed() -> None:
+    """New attributes give all graphs other keys: those of before would count as shapes for ever."""
+    recorder = fake_graphs.use()
+    model: Any = _model()
+    step = capture(model, _adam(model), _loss, max_shapes=2)
+    for number in range(16):
+        if number % 4 == 3:
+            setattr(model, f"note{number}", number)
+        step(_x(number))
+    assert not step.captured and recorder.counts["records"] == 3 and recorder.counts["resets"] == 3
+    step(_x(16))
+    assert step.captured, step.reason
+
+
 REPLACED: dict[str, Callable[[Any], Any]] = {
     "assign": lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True),
     "attribute": lambda model: setattr(model[0], "weight", nn.Parameter(torch.ones(8, 3))),
@@ -290,6 +365,17 @@ def test_all_frozen() -> None:
         step(_x(1))
     model.requires_grad_(True)
     step(_x(1))
+
+
+def test_a_slice_is_a_constant() -> None:
+    recorder = fake_graphs.use()
+    model = _model()
+    step = capture(model, _adam(model), lambda m, b: _loss(m, b[0][b[1]]))
+    for number in range(5):
+        step((_x(number), slice(0, 3)))
+    assert step.captured and recorder.counts["records"] == 1
+    step((_x(5), slice(1, 4)))
+    assert not step.captured
 
 
 def test_a_constant_that_is_no_number_has_a_graph() -> None:

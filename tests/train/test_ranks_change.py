@@ -17,7 +17,7 @@ from support.rank import Rank
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from ark_torch.train import capture, graphs
+from ark_torch.train import capture, captured, graphs
 
 pytestmark = [ark_only]
 
@@ -150,7 +150,10 @@ def _evaluates(rank: Rank) -> None:
         gathered.append(not isinstance(model.norm.weight, DTensor))  # type: ignore[union-attr]
 
     model.register_forward_pre_hook(look, prepend=True)
-    step = capture(model, _adam(model), small.loss)
+    optimizer = _adam(model)
+    with torch.no_grad():  # before the capture, too
+        small.loss(model, small.batch("gpt2", 0))
+    step = capture(model, optimizer, small.loss)
     for number in range(6):
         with torch.no_grad():
             small.loss(model, small.batch("gpt2", number))
@@ -253,6 +256,71 @@ def test_parameters_that_all_ranks_replace() -> None:
     crew_of(2, {}).run(_replaced_by_both)
 
 
+def _no_memory(rank: Rank) -> None:
+    """An error while buckets are made anew: the next call makes them, and does not train each rank by itself."""
+    rank.init()
+    _play(False)
+    model: Any = small.make("gpt2")
+    step = capture(model, _adam(model), small.loss)
+    step(small.batch("gpt2", 0, rank.rank))
+    model.norm.requires_grad_(False)
+    real = captured.Buckets
+    captured.Buckets = _refuse  # type: ignore[assignment,misc]
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            step(small.batch("gpt2", 1, rank.rank))
+    finally:
+        captured.Buckets = real  # type: ignore[misc]
+    for number in range(2, 4):
+        step(small.batch("gpt2", number, rank.rank))
+    assert _same_everywhere(small.weights(model))
+    step.close()
+
+
+def _refuse(*_: Any) -> None:
+    raise torch.OutOfMemoryError("for buckets")
+
+
+def test_buckets_that_find_no_memory() -> None:
+    crew_of(2, {}).run(_no_memory)
+
+
+def _frozen(rank: Rank, what: str) -> str:
+    """Rank 1's frozen parameter or buffer has another form, which copies from rank 0 would not fit."""
+    rank.init()
+    _play(False)
+    model: Any = small.make("gpt2")
+
+    def change(size: int) -> None:
+        if what == "buffer":
+            model.register_buffer("more", torch.ones(size))
+        else:
+            model.more = nn.Parameter(torch.ones(size), requires_grad=False)
+
+    size = 40 if rank.rank == 1 else 4
+    change(4 if what == "later" else size)
+    with pytest.raises(ValueError) as caught:
+        step = capture(model, _adam(model), small.loss)
+        step(small.batch("gpt2", 0, rank.rank))
+        change(size)
+        step(small.batch("gpt2", 1, rank.rank))
+    if what == "later":
+        change(4)
+        step(small.batch("gpt2", 2, rank.rank))
+        assert _same_everywhere(small.weights(model))
+        step.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["parameter", "buffer", "later"])
+def test_what_is_frozen_differs(what: str) -> None:
+    name = "buffer" if what == "buffer" else "frozen parameter"
+    for rank, text in enumerate(crew_of(2, {}).run(_frozen, what, timeout=30)):
+        assert text.startswith(
+            f"ark: [rank {rank}] train.capture: {name} 'more' is float32 [40] on rank 1 and float32 [4] on rank 0: "
+        ), text
+
+
 def _as_it_is(rank: Rank) -> str:
     """A wrapper that averages by itself does not notice parameters that are unfrozen."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -264,6 +332,8 @@ def _as_it_is(rank: Rank) -> str:
     ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
     step = capture(ddp, _adam(ddp), small.loss)
     step(small.batch("gpt2", 0, rank.rank))
+    model.tokens.weight.data = model.tokens.weight.data.clone()  # as .to() of another device and back does
+    step(small.batch("gpt2", 1, rank.rank))
     model.norm.requires_grad_(True)
     with pytest.raises(RuntimeError) as caught:
         step(small.batch("gpt2", 1, rank.rank))
@@ -273,6 +343,31 @@ def _as_it_is(rank: Rank) -> str:
 def test_unfreezing_in_a_wrapper_that_averages_by_itself() -> None:
     for text in crew_of(2, {}).run(_as_it_is):
         assert "which the DistributedDataParallel's own buckets do not notice: wrap the model anew" in text
+
+
+def _other_number_of_steps(rank: Rank, graph: bool) -> None:
+    """Unless both notice, sums of one rank's third step meet those of the other's next call."""
+    rank.init()
+    _play(graph)
+    model = small.make("gpt2")
+    step = capture(model, _adam(model), small.loss, steps=3)
+    batches = [small.batch("gpt2", number, rank.rank) for number in range(3)]
+    step(batches)
+    with pytest.raises(ValueError) as caught:
+        step(batches[: 3 - rank.rank])
+    assert str(caught.value) == (
+        f"ark: [rank {rank.rank}] train.capture: 2 steps in this call on rank 1 and 3 on rank 0: pass as many batches "
+        "on all ranks."
+    )
+    step(batches[:2])
+    assert _same_everywhere(small.weights(model))
+    graphs.recorder_for = _REAL
+    step.close()
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graphs"])
+def test_ranks_that_pass_other_numbers_of_batches(graph: bool) -> None:
+    crew_of(2, {}).run(_other_number_of_steps, graph, timeout=20)
 
 
 # --- rates and options ---
