@@ -19,7 +19,7 @@ from torch import Tensor
 pytestmark = pytest.mark.timeout(200)
 
 # Rows and columns that have each kind of tile on sm_90a, with this depth.
-SIZES = [(17, 77), (17, 8192), (77, 2304), (200, 2304), (2040, 1000), (1576, 2304)]
+SIZES = [(17, 77), (17, 8192), (77, 2304), (200, 2304), (2040, 1000), (1576, 2304), (128, 16896)]
 DEPTH = 256
 TILES = {"64, 32", "64, 64", "128, 32", "128, 64"}
 LARGE_TILES = {"128, 128", "256, 64"}
