@@ -33,8 +33,7 @@ ARK_LOOP Chunk load_row_chunk(const Product& s, const T* row, int d, bool wanted
 template <int Rows, Cache kCache, class At, class T, class Columns>
 ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const Columns& columns, int r0, int rows, int c,
                            int batches, Parts parts) {
-  constexpr int kOctets = kTensorOctets<At>, kTogether = kOctets * 8,
-                kSlice = kTensorParts * kTensorPart;
+  constexpr int kOctets = kTensorOctets<At>, kTogether = kOctets * 8, kSlice = kTensorParts * kTensorPart;
   const DepthSplit split = split_k(s.depth, kSlice);
   const int self = thread_anew(), lane = self % 32;  // re-read: no register keeps anything of it across runs
   const int slice = self / 32 % split.slices, group = self / 32 / split.slices;
