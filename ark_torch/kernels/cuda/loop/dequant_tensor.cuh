@@ -6,6 +6,10 @@
 // ones) of a column, in order. A slice of 128 depths is within one group, whose scale multiplies their sum: the weights
 // themselves are exact integers, or float8. A group's zero multiplies the sum of the rows, which tensor cores compute
 // once for all columns.
+//
+// Codes wait in shared memory, not in registers: fewer bits need more columns in flight to fill the memory's pipe, and
+// registers for them would need unrolled code (docs/measurements.md). A lane reads back only what it copied itself, so
+// that warps run on their own.
 #pragma once
 
 #include "cuda/loop/coded_columns.cuh"
@@ -15,7 +19,6 @@
 namespace ark::loop {
 
 inline constexpr int kDequantSlice = 128;   // depths per warp
-inline constexpr int kDequantColumns = 16;  // columns per warp: the tensor core's lines
 // Whether registers suffice to hide latency: only with few rows, and not where addresses take more registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 template <int Rows>
@@ -25,6 +28,10 @@ template <int Rows>
 inline constexpr bool kDequantRoom = Rows <= 8;
 #endif
 
+// Shared memory for codes in flight, at the end of the workspace. With many rows, sums need the rest.
+template <int Rows>
+inline constexpr int kCodesInFlight = (Rows <= 8 ? 64 : 32) * 1024;
+
 // Whether scales apply only once a column's sum is complete.
 template <Product s, Codes q, class Zero>
 inline constexpr bool kScaledLast = q.group == s.depth&& kSame<Zero, NoScale>;
@@ -33,14 +40,90 @@ template <Product s, Codes q>
 inline constexpr bool kDequantsByTensor = s.b_aligned&& s.b_depth == 1 && s.depth* q.bits % 128 == 0 &&
                                           (q.group == s.depth || q.group % kDequantSlice == 0);
 
-// As tensor_parts of matvec_tensor.cuh.
-template <int Rows, Product kShape, Codes q, class AAt, class Columns>
-ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int r0, int rows, int c, int batches, Parts parts) {
-  constexpr Product s = kShape;
-  using T = typename Pointee<AAt>::Type;
+// A warp's batches of columns, copied kBatches ahead into slots that take turns. dequant_start() issues the first copies
+// before the rows are there; dequant_parts() goes on from where they end.
+template <int Rows, class Columns>
+class CodeCopies {
+  static constexpr Product s = Columns::s;
+  static constexpr Codes q = Columns::q;
   using B = typename Columns::Element;
+  static constexpr DepthSplit split = split_k(s.depth, kDequantSlice);
+  static constexpr int kStride = split.slices * kDequantSlice;  // depths per pass
+  static constexpr bool kWhole = split.passes * kStride == s.depth;
+  static constexpr int kOctets = kDequantColumns / 8;
+  static constexpr int kPerLoad = 128 / q.bits;                    // codes per chunk
+  static constexpr int kChunks = kDequantSlice * q.bits / 8 / 64;  // chunks of codes per lane and column
+  static constexpr int kBatchBytes = kOctets * kChunks * 32 * 16, kRingBytes = kCodesInFlight<Rows> / kWarps;
+
+ public:
+  static constexpr int kBatches = kRingBytes / kBatchBytes;
+  static_assert(kRingBytes % kBatchBytes == 0);
+
+  // Batches of columns from c on.
+  ARK_LOOP CodeCopies(const Columns& columns, int self, int c, int batches)
+      : columns_(columns),
+        line_(self % 32 / 4),
+        depth_(self / 32 % split.slices * kDequantSlice + self % 4 * kPerLoad),
+        column_(c + self / 32 / split.slices * kDequantColumns),
+        batches_(batches),
+        ring_(pinned(shared_address(workspace()) + kWorkspaceBytes - kCodesInFlight<Rows> + self / 32 * kRingBytes +
+                     self % 32 * 16)),
+        slot_(ring_) {
+    place();
+  }
+
+  // Into the slot that was used last.
+  ARK_LOOP void copy_next() {
+    ARK_UNROLL for (int o = 0; o < kOctets; ++o) ARK_UNROLL for (int i = 0; i < kChunks; ++i)
+        copies_.copy(slot_ + (o * kChunks + i) * 512, from_ + o * 8 * s.b_column + i * 64,
+                     line_ + o * 8 < left_ && there_[i]);
+    end_copies();
+    skip_next();
+  }
+  ARK_LOOP void skip_next() {
+    slot_ = slot_ + kBatchBytes == ring_ + kRingBytes ? ring_ : slot_ + kBatchBytes;
+    left_ -= split.groups * kDequantColumns;
+    from_ += split.groups * kDequantColumns * s.b_column;
+    if (++batch_ == batches_) {
+      batch_ = 0;
+      ++pass_;
+      place();
+    } else if (!Columns::kLast && left_ <= 0) {
+      place();
+    }
+  }
+  // Of the batch that was copied first.
+  ARK_LOOP Chunk codes(int octet, int chunk) const {
+    return *in_shared<const Chunk>(slot_ + (octet * kChunks + chunk) * 512);
+  }
+
+ private:
+  ARK_LOOP void place() {
+    const int column = column_ + batch_ * split.groups * kDequantColumns, d = depth_ + pass_ * kStride;
+    left_ = pass_ < split.passes ? columns_.left(column) : 0;
+    from_ = columns_.from(column + line_) + static_cast<uint32>(d) * q.bits / 8;
+    ARK_UNROLL for (int i = 0; i < kChunks; ++i) there_[i] = kWhole || d + i * 4 * kPerLoad < s.depth;
+  }
+
+  const Columns& columns_;
+  const ChunkCopies<s.b_cache> copies_;
+  const int line_, depth_, column_, batches_;
+  const uint32 ring_;
+  uint32 slot_;
+  int batch_ = 0, pass_ = 0, left_;  // of the next batch to copy, which belongs to one product
+  const B* from_;
+  bool there_[kChunks];
+};
+
+// As tensor_parts of matvec_tensor.cuh.
+template <int Rows, class AAt, class Columns>
+ARK_LOOP void dequant_parts(AAt a, const Columns& columns, bool started, int r0, int rows, int c, int batches,
+                            Parts parts) {
+  constexpr Product s = Columns::s;
+  constexpr Codes q = Columns::q;
+  using T = typename Pointee<AAt>::Type;
   using Zero = typename Columns::ZeroElement;
-  using Words = Coding<q, B, T>;
+  using Words = Coding<q, typename Columns::Element, T>;
   constexpr int kOctets = kDequantColumns / 8;
   constexpr int kBlocks = Rows > 8 ? 2 : 1;  // of eight rows
   constexpr bool kAhead = kDequantRoom<Rows> && split_k(s.depth, kDequantSlice).passes > 1;
@@ -48,50 +131,38 @@ ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int r0, int rows, int
   constexpr int kChunks = kDequantSlice * q.bits / 8 / 64;  // chunks of codes per lane and column
   constexpr int kPerLoad = 128 / q.bits;                    // codes per chunk
   constexpr bool kScaled = !kScaledLast<s, q, Zero>, kZeros = !kSame<Zero, NoScale>;
+  constexpr bool kRowSums = kZeros || Words::kRaised != 0;
   constexpr DepthSplit split = split_k(s.depth, kDequantSlice);
-  constexpr int kStep = split.slices * kDequantSlice;
-  constexpr bool kWhole = split.passes * kStep == s.depth;
+  constexpr int kStride = split.slices * kDequantSlice;  // depths per pass
+  constexpr bool kWhole = split.passes * kStride == s.depth;
+  constexpr int kBatches = CodeCopies<Rows, Columns>::kBatches;  // in flight
   const int self = thread_anew(), lane = self % 32;  // re-read: no register keeps anything of it across runs
   const int slice = self / 32 % split.slices, group = self / 32 / split.slices;
   if (group >= split.groups) return;
-  const ChunkLoads<s.b_cache> loads;
   const int my_line = lane / 4;  // column of b, row of a
   const int my_depth = slice * kDequantSlice + lane % 4 * kPerLoad;
   const uint32 power = Words::joined();
 
-  // The next batch of columns to load. An octet of columns belongs to one product.
-  struct {
-    int batch = 0, pass = 0, d, column, left[kOctets];
-    const B* from[kOctets];
-  } next;
-  Chunk ring[kOctets][kChunks] = {};
-  float scale_of_lane = 0, zero_of_lane = 0;  // each lane holds one column's
-  auto place = [&] {
-    next.column = c + (next.batch * split.groups + group) * kDequantColumns;
-    next.d = my_depth + next.pass * kStep;
-    ARK_UNROLL for (int o = 0; o < kOctets; ++o) {
-      const bool first = Columns::kLast && o > 0;  // octets of one product are consecutive
-      next.left[o] = first ? next.left[0] - o * 8 : next.pass < split.passes ? columns.left(next.column + o * 8) : 0;
-      next.from[o] =
-          first ? next.from[0] + o * 8 * s.b_column : columns.from(next.column + o * 8 + my_line) + next.d * q.bits / 8;
-    }
-  };
-  auto load = [&](int octet, int chunk) {
-    const int d = chunk * 4 * kPerLoad;
-    const bool there = kWhole || next.d + d < s.depth;
-    if (!there) ring[octet][chunk] = {};
-    loads.load(ring[octet][chunk], next.from[octet] + d * q.bits / 8, my_line < next.left[octet] && there);
-  };
+  CodeCopies<Rows, Columns> copies(columns, self, c, batches);
+  // Scales of two batches at once, a column per lane, loaded while the two batches before are multiplied.
+  Loaded<Plain<typename Columns::ScaleElement>> next_scale;
+  Loaded<Plain<Zero>> next_zero;
+  float scale_of_lane = 0, zero_of_lane = 0;
+  int scale_batch = lane / kDequantColumns, scale_pass = 0;  // of the lane's batch
+  if (scale_batch >= batches) scale_batch = 0, scale_pass = 1;
   auto load_scales = [&] {
-    const int of = (next.d - lane % 4 * kPerLoad) / q.group;
-    if (lane >= kDequantColumns || next.pass == split.passes || columns.left(next.column + lane) <= 0 ||
-        (!kWhole && of * q.group >= s.depth))
-      return;
-    scale_of_lane = columns.scale(of, next.column + lane);
-    if constexpr (kZeros) zero_of_lane = columns.zero(of, next.column + lane);
+    const int column = c + (scale_batch * split.groups + group) * kDequantColumns + lane % kDequantColumns;
+    const int of = static_cast<int>(static_cast<uint32>(slice * kDequantSlice + scale_pass * kStride) / q.group);
+    if (scale_pass < split.passes && columns.left(column) > 0 && (kWhole || of * q.group < s.depth)) {
+      next_scale.load(columns.scale_at(of, column));
+      if constexpr (kZeros) next_zero.load(columns.zero_at(of, column));
+    }
+    scale_batch += 2;
+    const int passes = scale_batch < batches ? 0 : batches == 1 ? 2 : 1;
+    scale_pass += passes;
+    scale_batch -= passes * batches;
   };
-  place();
-  ARK_UNROLL for (int o = 0; o < kOctets; ++o) ARK_UNROLL for (int i = 0; i < kChunks; ++i) load(o, i);
+  ARK_ROLLED for (int i = 0; i < kBatches; ++i) started ? copies.skip_next() : copies.copy_next();
   if constexpr (kScaled) load_scales();
   // Eight elements each of a's rows my_line and my_line + 8; with 4 bits, word i of a chunk of codes meets chunk i. The
   // next pass's rows load while columns are multiplied.
@@ -99,13 +170,17 @@ ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int r0, int rows, int
   auto load_rows = [&](int pass) {
     const T* const from = now(a);
     ARK_UNROLL for (int i = 0; i < 4; ++i) {
-      const int d = my_depth + pass * kStep + (q.bits == 4 ? i * 8 : i / 2 * 4 * kPerLoad + i % 2 * 8);
+      const int d = my_depth + pass * kStride + (q.bits == 4 ? i * 8 : i / 2 * 4 * kPerLoad + i % 2 * 8);
       ARK_UNROLL for (int half = 0; half < kBlocks; ++half) {
         const int row = half * 8 + my_line;
         ahead[i][half] = load_row_chunk(s, from + (r0 + (row < rows ? row : 0)) * s.a_row, d, row < rows);
       }
     }
   };
+  // A decoded weight is kUnit * (weight + kRaised), to which a zero is added: the multiple of its row's sum that is
+  // left over.
+  constexpr float kUnit = Words::kRaisedUnit, kRaised = Words::kRaised;
+  int holder = my_line;  // of the scale of a column: the first lanes and the last ones take turns
   if (kAhead) load_rows(0);
   ARK_ROLLED for (int pass = 0; pass < split.passes; ++pass) {
     float of_rows[kBlocks][4] = {};
@@ -114,7 +189,7 @@ ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int r0, int rows, int
       ARK_UNROLL for (int half = 0; half < kBlocks; ++half) {
         x[i][half] = ahead[i][half];
         Words::deal(x[i][half]);
-        if constexpr (kZeros) {
+        if constexpr (kRowSums) {
           const uint32 one = pair_of<T>(1), ones[4] = {one, one, one, one};
           ARK_UNROLL for (int w = 0; w < 4; w += 2)
               multiply_add<T>(of_rows[half], ones, x[i][half].words[w], x[i][half].words[w + 1]);
@@ -122,18 +197,17 @@ ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int r0, int rows, int
       }
     }
     if (kAhead && pass + 1 < split.passes) load_rows(pass + 1);
+    float* to = parts.at(lane % 4 * 2, slice, group * kDequantColumns + my_line);
     ARK_ROLLED for (int batch = 0; batch < batches; ++batch) {
-      if (++next.batch == batches) {
-        next.batch = 0;
-        ++next.pass;
-      }
-      place();
+      wait_copies<kBatches - 1>();
       float sums[kSums][kBlocks][4] = {};
       ARK_UNROLL for (int chunk = 0; chunk < kChunks; ++chunk) {
+        const Chunk codes = copies.codes(0, chunk);
+        const Chunk others = copies.codes(1, chunk);
         ARK_UNROLL for (int word = 0; word < 4; ++word) {
           uint32 one[Words::kPairs], other[Words::kPairs];
-          Words::word(ring[0][chunk].words[word], power, one);
-          Words::word(ring[1][chunk].words[word], power, other);
+          Words::raised(codes.words[word], power, one);
+          Words::raised(others.words[word], power, other);
           ARK_UNROLL for (int i = 0; i < Words::kPairs; i += 2) {
             const Chunk* const of = x[q.bits == 4 ? word : chunk * 2 + word / 2];
             const int w = q.bits == 4 ? i : word % 2 * 2;
@@ -142,30 +216,36 @@ ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int r0, int rows, int
                 sums[(word * Words::kPairs + i) / 2 % kSums][half], weights, of[half].words[w], of[half].words[w + 1]);
           }
         }
-        // Load after the last use, which the dependency on the sum enforces; otherwise the load would go to other
-        // registers and be copied.
-        asm volatile("" : "+f"(sums[0][0][0]));
-        load(0, chunk);
-        load(1, chunk);
       }
-      ARK_UNROLL for (int k = 1; k < kSums; ++k) ARK_UNROLL for (int half = 0; half < kBlocks; ++half)
-          ARK_UNROLL for (int i = 0; i < 4; ++i) sums[0][half][i] += sums[k][half][i];
-      ARK_UNROLL for (int octet = 0; octet < 2; ++octet) {
-        const int in_batch = octet * 8 + my_line;
-        const float scale = kScaled ? __shfl_sync(~0u, scale_of_lane, in_batch) : 1;
-        const float zero = kZeros ? __shfl_sync(~0u, zero_of_lane, in_batch) : 0;
-        ARK_UNROLL for (int half = 0; half < kBlocks; ++half) ARK_UNROLL for (int i = 0; i < 2; ++i) {
-          float sum = sums[0][half][octet * 2 + i];
-          if constexpr (kZeros && !q.zero_after) sum = fused(-zero, of_rows[half][i], sum);
-          if constexpr (kScaled) sum *= scale;
-          if constexpr (kZeros && q.zero_after) sum = fused(zero, of_rows[half][i], sum);
-          const int row = half * 8 + lane % 4 * 2 + i;
-          if (row >= Rows) continue;
-          float* const to = parts.at(row, slice, (batch * split.groups + group) * kDequantColumns + in_batch);
-          *to = pass == 0 ? sum : *to + sum;
+      if constexpr (kScaled) {
+        if (holder == my_line) {
+          scale_of_lane = next_scale.number() / kUnit;
+          if constexpr (kZeros)
+            zero_of_lane = q.zero_after ? next_zero.number() : -kUnit * (next_zero.number() + kRaised);
+          load_scales();
         }
       }
-      if constexpr (kScaled) load_scales();
+      // The slot is overwritten once it has been read, as the dependency on the sums enforces.
+      ARK_UNROLL for (int k = 0; k < kSums; ++k) asm volatile("" : "+f"(sums[k][0][0]) : : "memory");
+      copies.copy_next();
+      ARK_UNROLL for (int k = 1; k < kSums; ++k) ARK_UNROLL for (int half = 0; half < kBlocks; ++half)
+          ARK_UNROLL for (int i = 0; i < 4; ++i) sums[0][half][i] += sums[k][half][i];
+      ARK_UNROLL for (int octet = 0; octet < kOctets; ++octet) {
+        const float scale = kScaled ? __shfl_sync(~0u, scale_of_lane, holder + octet * 8) : 1 / kUnit;
+        const float zero = kZeros ? __shfl_sync(~0u, zero_of_lane, holder + octet * 8) : 0;
+        ARK_UNROLL for (int half = 0; half < kBlocks; ++half) ARK_UNROLL for (int i = 0; i < 2; ++i) {
+          if (half * 8 + lane % 4 * 2 + i >= Rows) continue;
+          float sum = sums[0][half][octet * 2 + i];
+          if constexpr (kRowSums)
+            sum = fused(kZeros && !q.zero_after ? zero : -kUnit * kRaised, of_rows[half][i], sum);
+          if constexpr (kScaled || Words::kRaisedUnit != 1) sum *= scale;
+          if constexpr (kZeros && q.zero_after) sum = fused(zero, of_rows[half][i], sum);
+          float* const mine = to + (half * 8 + i) * parts.line_words + octet * 8;
+          *mine = pass == 0 ? sum : *mine + sum;
+        }
+      }
+      to += split.groups * kDequantColumns;
+      holder ^= kDequantColumns;
     }
   }
 }
