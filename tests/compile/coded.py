@@ -6,6 +6,7 @@ of torchao's weights, for test_torchao.py and benchmarks/low_bits.py.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -128,6 +129,19 @@ def coded(name: str, n: int, k: int = 256) -> tuple[Coded, str]:
     """Returns the product, and the report's name of its weights if k is 256."""
     decode, codes, told, groups = FORMS[name]
     return Coded(decode, n, k // 2 if told.startswith(FOUR) else k, codes, groups * k // 256 if groups > 1 else 1), told
+
+
+def in_tiles(codes: Tensor, inner: int) -> Tensor:
+    """Packs codes [n, k] as the loops of PyTorch's CUDA kernel do, number by number."""
+    n, k = codes.shape
+    packed = torch.zeros(n // 8, k // (inner * 16), 32, inner // 2, dtype=torch.int64)
+    for tile, outer, lane, word in itertools.product(*map(range, packed.shape)):
+        first = (outer * inner + 2 * word) * 16 + lane % 4 * 2
+        depths = [first, first + 1, first + 8, first + 9, first + 16, first + 17, first + 24, first + 25]
+        v = [int(codes[tile * 8 + lane // 4, depth]) for depth in depths]
+        halves = (v[0], v[2], v[4], v[6], v[1], v[3], v[5], v[7])  # from the lowest bits on
+        packed[tile, outer, lane, word] = sum(half << 4 * i for i, half in enumerate(halves))
+    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
 
 
 def decoded(weight: Any) -> Tensor:

@@ -1,6 +1,7 @@
 """Weights that torchao has quantised, as its own tensor subclasses: one region for each model, and values.
 
-These are torchao's configurations that run on a CPU. test_low_bits.py has more forms of decoding, written by hand.
+These are torchao's configurations that run on a CPU, and what it makes of int4 on a GPU, put together by hand.
+test_low_bits.py has more forms of decoding, without torchao.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from coded import decoded
+from coded import decoded, in_tiles
 from torch import Tensor, nn
 
 torchao = pytest.importorskip(
@@ -103,3 +104,21 @@ def test_what_quantize_makes(name: str, dtype: torch.dtype, compiled: Any) -> No
         assert error(got, right) <= 1.5 * error(model(x), right) + places * place, rows
         assert len(report.regions) == 1 and not report.fallbacks
         assert report.graphs[0].weights == [f"2 times: product of {told}"]
+
+
+@pytest.mark.parametrize("depth", [1024, 1280])
+def test_int4_in_tiles_as_made_on_a_gpu(depth: int, compiled: Any) -> None:
+    """What int4_packing_format="tile_packed_to_4d" makes. torchao pads the depth to a multiple of 1024."""
+    padded = -(-depth // 1024) * 1024
+    codes = torch.randint(0, 16, (WIDTH, padded))
+    scales = torch.rand(padded // 128, WIDTH, 2).bfloat16()
+    packed = torchao.Int4TilePackedTo4dTensor(in_tiles(codes, 8), scales, [1, 128], torch.Size((WIDTH, depth)))
+    layer = nn.Linear(depth, WIDTH, bias=False)
+    layer.weight = nn.Parameter(packed, requires_grad=False)
+    ours, report = compiled(nn.Sequential(layer, nn.SiLU()), dynamic=False, fallback=False, minimum=1)
+    scale, zero = (scales[..., i].double().repeat_interleave(128, 0)[:depth] for i in range(2))
+    for rows in (1, 5):
+        x = torch.randn(rows, depth).bfloat16()
+        right = F.silu(x.double() @ ((codes[:, :depth].t() - 8) * scale + zero))
+        assert error(ours(x), right) <= 2**-7 * float(right.abs().max())
+    assert report.graphs[0].weights == ["product of int4 weights, scale a group of 128, and a zero"]
