@@ -41,10 +41,10 @@ from ark_torch.tools.bench import report as bench
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent / "examples")]
 
-import coded  # noqa: E402  (lies in tests/compile, which gpu_models adds)
 import gpu_models  # noqa: E402
-import models  # noqa: E402
+import models  # noqa: E402  (lies in tests/compile, which gpu_models adds)
 import real_sizes  # noqa: E402
+from coded import decoded  # noqa: E402
 from llama.quantized import FORMS as CODED  # noqa: E402  (lies in examples/)
 from llama.quantized import TORCHAO, quantize, quantize_by_torchao  # noqa: E402
 
@@ -75,11 +75,11 @@ def model_of(config: models.Config, form: str, device: torch.device, dtype: torc
 
 
 class Decoded(nn.Module):
-    """The product with a weight of torchao, in float64. Each call decodes: all layers at once would not fit on a GPU."""
+    """The product with torchao's weight, in float64. Each call decodes: all layers at once would not fit on a GPU."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        self.decode = functools.partial(coded.decoded, weight)
+        self.decode = functools.partial(decoded, weight)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.decode())
@@ -249,7 +249,7 @@ def main() -> int:
     if any(form.startswith(BY_TORCHAO) for form in arguments.forms):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             about["versions"]["torchao"] = importlib.metadata.version("torchao")
-    # All contenders compile the same function. A reset between them would have each compiled again while they take turns.
+    # All contenders compile the same function. After a reset each would be compiled again while they take turns.
     torch._dynamo.config.recompile_limit = len(FORMS) * len(BACKENDS)
     contest = Contest(arguments)
     for backend in arguments.backends:

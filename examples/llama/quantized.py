@@ -109,8 +109,8 @@ def quantize(model: nn.Module, form: str) -> nn.Module:
 def quantize_by_torchao(model: nn.Module, form: str) -> nn.Module:
     """Replaces the weight of every nn.Linear by torchao's tensor subclass, in place. Returns the model itself.
 
-    `form` is a key of TORCHAO. torchao also changes Inductor's settings, for the whole process. Raises ImportError where
-    torchao, or a package that it needs, is missing.
+    `form` is a key of TORCHAO. torchao also changes Inductor's settings, for the whole process. Raises ImportError
+    where torchao, or a package that it needs, is missing.
     """
     try:
         import torchao.quantization as torchao
