@@ -1,27 +1,40 @@
 """Measures decoding with weight-only int8, float8 and int4: a step of a Llama by ark and by Inductor, batch 1.
 
-    python benchmarks/low_bits.py [--size small] [--forms bfloat16 int8 float8 int4] [--output FOLDER]
+    python benchmarks/low_bits.py [--size small] [--forms bfloat16 int8 torchao-int8] [--output FOLDER]
     python benchmarks/low_bits.py --device cuda [--size 1b | 8b] [--layers N] [--seconds 150]
 
-Linear layers come from examples/llama/quantized.py. They are plain PyTorch, as GPT-fast and torchao write it, so that
-ark and Inductor get the same graph. All contenders take turns of a few calls in one process, with the same tokens at
-the same position. On a GPU, Inductor's steps (mode max-autotune) and ark's are captured in CUDA graphs. Errors are
-relative to the same codes decoded in float64. `speedup` is relative to the same backend's step with the original
-weights, `beside Inductor` is Inductor's time of the same form divided by ark's. After --seconds no further contender is
+Linear layers come from examples/llama/quantized.py. "int8", "float8" and "int4" are plain PyTorch, as GPT-fast and
+torchao write it. The forms "torchao-..." are the same model after torchao's quantize_, with its weight-only
+configuration; Inductor then has the settings that torchao sets, for these forms only. Both backends get the same graph.
+What torchao cannot make on this machine is named in the table, with the reason.
+
+All contenders take turns of a few calls in one process, with the same tokens at the same position. On a GPU, Inductor's
+steps (mode max-autotune) and ark's are captured in CUDA graphs. Errors are relative to the same codes, with the same
+scales and zeros, decoded in float64. `speedup` is relative to the same backend's step with the original weights,
+`beside Inductor` is Inductor's time of the same form divided by ark's. After --seconds no further contender is
 compiled. ark's forms come first, and what is left out is named.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
+import functools
+import importlib.metadata
 import sys
 import time
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+import torch._dynamo.config
+import torch._inductor.config
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ark_torch.tools.bench import report as bench
 
@@ -31,8 +44,9 @@ sys.path[:0] = [str(FOLDER), str(FOLDER.parent / "examples")]
 import gpu_models  # noqa: E402
 import models  # noqa: E402  (lies in tests/compile, which gpu_models adds)
 import real_sizes  # noqa: E402
+from coded import decoded  # noqa: E402
 from llama.quantized import FORMS as CODED  # noqa: E402  (lies in examples/)
-from llama.quantized import quantize  # noqa: E402
+from llama.quantized import TORCHAO, quantize, quantize_by_torchao  # noqa: E402
 
 Row = dict[str, Any]
 SIZES = {
@@ -41,7 +55,8 @@ SIZES = {
     "8b": models.Config(4096, 32, 32, 8, 14336, 128256, 1024, theta=500000.0),
     "tiny": models.Config(256, 1, 4, 2, 512, 64, 32),  # to test the script
 }
-FORMS = ("bfloat16", *CODED)
+BY_TORCHAO = "torchao-"
+FORMS = ("bfloat16", *CODED, *(BY_TORCHAO + form for form in TORCHAO))
 BACKENDS = ("ark", "inductor")
 THREADS = 2  # on a CPU
 
@@ -54,19 +69,51 @@ def model_of(config: models.Config, form: str, device: torch.device, dtype: torc
             model = real_sizes.ready(models.Llama(config, 1, dtype), dtype, 0.02)
         finally:
             torch.set_default_dtype(torch.float32)
+    if form.startswith(BY_TORCHAO):
+        return quantize_by_torchao(model, form.removeprefix(BY_TORCHAO))
     return model if form == "bfloat16" else quantize(model, form)
+
+
+class Decoded(nn.Module):
+    """The product with torchao's weight, in float64. Each call decodes: all layers at once would not fit on a GPU."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.decode = functools.partial(decoded, weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.decode())
 
 
 def exactly(model: nn.Module) -> nn.Module:
     """Returns the model with the same codes, scales and weights, computed in float64."""
     wide = (torch.bfloat16, torch.float16, torch.float32)
-    return copy.deepcopy(model)._apply(lambda tensor: tensor.double() if tensor.dtype in wide else tensor)
+    exact = copy.deepcopy(model)
+    for name, layer in list(exact.named_modules()):
+        if isinstance(layer, nn.Linear) and is_traceable_wrapper_subclass(layer.weight):
+            exact.set_submodule(name, Decoded(layer.weight))
+    return exact._apply(lambda tensor: tensor.double() if tensor.dtype in wide else tensor)
 
 
 def bytes_of(model: nn.Module) -> int:
     """Returns the weight bytes that a step reads: all but the embedding, of which it reads one row."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    return sum(t.nbytes for name, t in tensors if not name.startswith("emb.") and not name.endswith("_cache"))
+    total = 0
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if not name.startswith("emb.") and not name.endswith("_cache"):
+            # A tensor subclass tells the size of the weight that it stands for, not of the tensors that it holds.
+            inner = tensor.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(tensor) else ()
+            total += sum(getattr(tensor, one).nbytes for one in inner) if inner else tensor.nbytes
+    return total
+
+
+@contextlib.contextmanager
+def inductors_settings_kept() -> Iterator[None]:
+    """torchao's quantize_ changes them for the whole process."""
+    before = torch._inductor.config.save_config()
+    try:
+        yield
+    finally:
+        torch._inductor.config.load_config(before)
 
 
 class Contest:
@@ -89,7 +136,18 @@ class Contest:
         if time.time() > self.ends:
             row["left_out"] = True
             return
-        model = model_of(self.config, form, self.device, self.dtype)
+        if not form.startswith(BY_TORCHAO):
+            self._add(row)
+            return
+        with inductors_settings_kept():
+            try:
+                self._add(row)
+            except Exception as error:  # torchao raises many types for what a machine lacks
+                traceback.print_exc()
+                row["not_available"] = (str(error) or type(error).__name__).splitlines()[0]
+
+    def _add(self, row: Row) -> None:
+        model = model_of(self.config, row["form"], self.device, self.dtype)
         row["bytes"] = bytes_of(model)
         right = None
         if row["bytes"] < 6e9:  # the float64 copy takes four times as much and must fit, too
@@ -105,7 +163,6 @@ class Contest:
             call, told = gpu_models.of_ark(model)
         else:
             gpu = self.device.type == "cuda"
-            torch._dynamo.reset()
             call = torch.compile(
                 model, dynamic=False, **({"mode": "max-autotune-no-cudagraphs"} if gpu else {"options": CPU_OPTIONS})
             )
@@ -153,6 +210,10 @@ def table(rows: list[Row]) -> str:
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
+        if "not_available" in row:
+            reason = row["not_available"].replace("|", "\\|")
+            lines.append(f"| {row['form']} | {row['backend']} | not available: {reason} | | | | | |")
+            continue
         if "microseconds" not in row:
             lines.append(f"| {row['form']} | {row['backend']} | left out for time | | | | | |")
             continue
@@ -185,6 +246,11 @@ def main() -> int:
         torch.set_num_threads(THREADS)
         torch.set_float32_matmul_precision("highest")
     about = gpu_models.surroundings(arguments)
+    if any(form.startswith(BY_TORCHAO) for form in arguments.forms):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            about["versions"]["torchao"] = importlib.metadata.version("torchao")
+    # All contenders compile the same function. After a reset each would be compiled again while they take turns.
+    torch._dynamo.config.recompile_limit = len(FORMS) * len(BACKENDS)
     contest = Contest(arguments)
     for backend in arguments.backends:
         for form in arguments.forms:

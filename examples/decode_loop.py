@@ -28,9 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from inference.compared import Compile, arguments, compare
 from llama.model import Llama, LlamaConfig
-from llama.quantized import quantize
-
-TORCHAO = {"int8": "Int8WeightOnlyConfig", "float8": "Float8WeightOnlyConfig", "int4": "Int4WeightOnlyConfig"}
+from llama.quantized import TORCHAO, quantize, quantize_by_torchao
 
 CONFIGS = {
     "tiny": LlamaConfig(hidden=256, layers=2, heads=4, kv_heads=2, ffn=768, vocabulary=256, max_len=128),
@@ -40,27 +38,15 @@ CONFIGS = {
 }
 
 
-def by_torchao(model: nn.Module, form: str) -> None:
-    """Lets torchao quantise the linear layers."""
-    try:
-        import torchao.quantization as torchao
-    except ImportError:
-        raise ImportError("--torchao needs the package torchao: pip install torchao") from None
-    try:
-        torchao.quantize_(model, getattr(torchao, TORCHAO[form])(), lambda one, name: isinstance(one, nn.Linear))
-    except ImportError as error:
-        raise ImportError(
-            f"torchao's {TORCHAO[form]} cannot run here ({error}; mslk is a package of kernels for CUDA GPUs): "
-            f"take --quantize int8 or float8, or leave out --torchao"
-        ) from error
-
-
 def made(options: argparse.Namespace) -> nn.Module:
     torch.manual_seed(0)
     config = CONFIGS[options.size]
     model: nn.Module = Llama(config).to(options.device, getattr(torch, options.dtype)).eval().requires_grad_(False)
     if options.torchao:
-        by_torchao(model, options.quantize or "int8")
+        try:
+            quantize_by_torchao(model, options.quantize or "int8")
+        except ImportError as error:
+            raise ImportError(f"{error}: leave out --torchao, or take --quantize int8 or float8") from error
     elif options.quantize:
         quantize(model, options.quantize)
     return model

@@ -7,7 +7,8 @@ weight-only; "float8-dynamic" also rounds the activations to float8, with a scal
     model = torch.compile(quantize(model, "int4"), backend="ark")
 
 It is written like GPT-fast's and torchao's code. torch.compile(backend="ark") finds the decoding in the graph and does
-it in registers while the product reads the codes (docs/compile.md).
+it in registers while the product reads the codes (docs/compile.md). `quantize_by_torchao` gives the same layers the
+weights of torchao, where that package is installed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 GROUP = 128
 FORMS = ("int8", "float8", "int4")
+TORCHAO = {"int8": "Int8WeightOnlyConfig", "float8": "Float8WeightOnlyConfig", "int4": "Int4WeightOnlyConfig"}
 
 
 class Int8Linear(nn.Module):
@@ -101,4 +103,27 @@ def quantize(model: nn.Module, form: str) -> nn.Module:
             setattr(model, name, make(child.weight.detach(), None if child.bias is None else child.bias.detach()))
         else:
             quantize(child, form)
+    return model
+
+
+def quantize_by_torchao(model: nn.Module, form: str) -> nn.Module:
+    """Replaces the weight of every nn.Linear by torchao's tensor subclass, in place. Returns the model itself.
+
+    `form` is a key of TORCHAO. torchao also changes Inductor's settings, for the whole process. Raises ImportError
+    where torchao, or a package that it needs, is missing.
+    """
+    try:
+        import torchao.quantization as torchao
+    except ImportError as error:
+        raise ImportError("the package torchao is missing: pip install torchao") from error
+    options = {}
+    if form == "int4" and next(model.parameters()).is_cuda:
+        # The order of PyTorch's own kernel (bfloat16 only). The default order needs the kernels of the package mslk.
+        options["int4_packing_format"] = "tile_packed_to_4d"
+    try:
+        torchao.quantize_(model, getattr(torchao, TORCHAO[form])(**options), lambda one, _: isinstance(one, nn.Linear))
+    except ImportError as error:
+        raise ImportError(
+            f"torchao's {TORCHAO[form]} cannot run here ({error}; mslk is a package of kernels for CUDA GPUs)"
+        ) from error
     return model

@@ -1,11 +1,14 @@
 """Products of quantised weights in every supported form of decoding.
 
-test_low_bits.py, test_cuda_sources.py and tests/gpu/test_compile_low_bits.py compile them.
+test_low_bits.py, test_cuda_sources.py and tests/gpu/test_compile_low_bits.py compile them. `decoded` is the exact value
+of torchao's weights, for test_torchao.py and benchmarks/low_bits.py.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -126,3 +129,35 @@ def coded(name: str, n: int, k: int = 256) -> tuple[Coded, str]:
     """Returns the product, and the report's name of its weights if k is 256."""
     decode, codes, told, groups = FORMS[name]
     return Coded(decode, n, k // 2 if told.startswith(FOUR) else k, codes, groups * k // 256 if groups > 1 else 1), told
+
+
+def in_tiles(codes: Tensor, inner: int) -> Tensor:
+    """Packs codes [n, k] as the loops of PyTorch's CUDA kernel do, number by number."""
+    n, k = codes.shape
+    packed = torch.zeros(n // 8, k // (inner * 16), 32, inner // 2, dtype=torch.int64)
+    for tile, outer, lane, word in itertools.product(*map(range, packed.shape)):
+        first = (outer * inner + 2 * word) * 16 + lane % 4 * 2
+        depths = [first, first + 1, first + 8, first + 9, first + 16, first + 17, first + 24, first + 25]
+        v = [int(codes[tile * 8 + lane // 4, depth]) for depth in depths]
+        halves = (v[0], v[2], v[4], v[6], v[1], v[3], v[5], v[7])  # from the lowest bits on
+        packed[tile, outer, lane, word] = sum(half << 4 * i for i, half in enumerate(halves))
+    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
+
+
+def decoded(weight: Any) -> Tensor:
+    """Returns a weight of torchao [n, k] in float64, from its codes, scales and zeros."""
+    if hasattr(weight, "scale_and_zero"):
+        # Only PyTorch's kernel knows the order of packed codes. With scales of 1 and zeros of 0, its product with the
+        # unit matrix is code - 8, which is exact.
+        plain = torch.zeros_like(weight.scale_and_zero)
+        plain[..., 0] = 1
+        unit = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
+        codes = F.linear(unit, type(weight)(weight.qdata, plain, weight.block_size, weight.shape)).t().double()
+        groups = codes.reshape(codes.shape[0], -1, weight.block_size[-1])
+        scale, zero = weight.scale_and_zero[: groups.shape[1]].double().transpose(0, 1).unbind(2)  # the depth is padded
+        return (groups * scale[:, :, None] + zero[:, :, None]).flatten(1)
+    codes, scale = weight.qdata.double(), weight.scale.double()
+    zero = getattr(weight, "zero_point", None)
+    zero = torch.zeros_like(scale) if zero is None else zero.double()
+    groups = codes.view(codes.shape[0], scale.shape[1], -1)
+    return ((groups - zero[:, :, None]) * scale[:, :, None]).flatten(1)

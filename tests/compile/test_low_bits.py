@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
-from coded import FORMS, coded
+from coded import FORMS, coded, in_tiles
 from torch import Tensor, nn
 
 from ark_torch.compile import tinygemm
@@ -219,19 +218,6 @@ def test_what_pytorch_packs_for_cpus(dtype: torch.dtype, plan: str, compiled: An
     other, told = compiled(lambda x: torch.ops.aten._weight_int4pack_mm_for_cpu(x, narrow, 128, few).sin().cos() + 1)
     assert other(rows[0]).shape == (1, 16)
     assert "an order that ark does not know" in told.graphs[0].weights[0]
-
-
-def in_tiles(codes: Tensor, inner: int) -> Tensor:
-    """Packs codes [n, k] as the loops of PyTorch's CUDA kernel do, number by number."""
-    n, k = codes.shape
-    packed = torch.zeros(n // 8, k // (inner * 16), 32, inner // 2, dtype=torch.int64)
-    for tile, outer, lane, word in itertools.product(*map(range, packed.shape)):
-        first = (outer * inner + 2 * word) * 16 + lane % 4 * 2
-        depths = [first, first + 1, first + 8, first + 9, first + 16, first + 17, first + 24, first + 25]
-        v = [int(codes[tile * 8 + lane // 4, depth]) for depth in depths]
-        halves = (v[0], v[2], v[4], v[6], v[1], v[3], v[5], v[7])  # from the lowest bits on
-        packed[tile, outer, lane, word] = sum(half << 4 * i for i, half in enumerate(halves))
-    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
 
 
 @pytest.mark.parametrize("inner", [2, 4, 8])

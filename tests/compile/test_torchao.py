@@ -1,6 +1,7 @@
 """Weights that torchao has quantised, as its own tensor subclasses: one region for each model, and values.
 
-These are torchao's configurations that run on a CPU. test_low_bits.py has more forms of decoding, written by hand.
+These are torchao's configurations that run on a CPU, and what it makes of int4 on a GPU, put together by hand.
+test_low_bits.py has more forms of decoding, without torchao.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from coded import decoded, in_tiles
 from torch import Tensor, nn
 
 torchao = pytest.importorskip(
@@ -31,20 +33,6 @@ class Net(nn.Module):
         return h
 
 
-def decoded(weight: Any) -> Tensor:
-    """The weight in float64, from torchao's codes, scales and zeros."""
-    codes, scale = weight.qdata.double(), weight.scale.double()
-    zero = getattr(weight, "zero_point", None)
-    zero = torch.zeros_like(scale) if zero is None else zero.double()
-    groups = codes.view(codes.shape[0], scale.shape[1], -1)
-    return ((groups - zero[:, :, None]) * scale[:, :, None]).flatten(1)
-
-
-def multiplied(weight: Any) -> Tensor:
-    """The weight in float64 where its codes are packed: PyTorch's product with the unit matrix."""
-    return F.linear(torch.eye(weight.shape[1], dtype=weight.dtype), weight).t().double()
-
-
 def packed() -> Any:
     if torch.backends.cpu.get_cpu_capability() not in ("AVX512", "AVX2"):
         pytest.skip("PyTorch packs in another order there")
@@ -52,35 +40,31 @@ def packed() -> Any:
 
 
 PerGroup = torchao.PerGroup
-Form = tuple[Callable[[], Any], str, Callable[[Any], Tensor]]
-# What is given to quantize_, ark's name of the weights, and how they are decoded.
+Form = tuple[Callable[[], Any], str]
+# What is given to quantize_, and ark's name of the weights.
 FORMS: dict[str, Form] = {
-    "int8": (torchao.Int8WeightOnlyConfig, "int8 weights, scale a channel", decoded),
+    "int8": (torchao.Int8WeightOnlyConfig, "int8 weights, scale a channel"),
     "int8 tensor": (
         lambda: torchao.Int8WeightOnlyConfig(granularity=torchao.PerTensor()),
         "int8 weights, scale a channel",  # torchao repeats the scale
-        decoded,
     ),
-    "float8": (torchao.Float8WeightOnlyConfig, "float8 weights, scale a channel", decoded),
+    "float8": (torchao.Float8WeightOnlyConfig, "float8 weights, scale a channel"),
     "float8 tensor": (
         lambda: torchao.Float8WeightOnlyConfig(granularity=torchao.PerTensor()),
         "float8 weights, scale a tensor",
-        decoded,
     ),
-    "intx int8": (torchao.IntxWeightOnlyConfig, "int8 weights, scale a channel, and a zero", decoded),
+    "intx int8": (torchao.IntxWeightOnlyConfig, "int8 weights, scale a channel, and a zero"),
     "intx int4": (
         lambda: torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)),
         "int8 weights, scale a group of 32, and a zero",
-        decoded,
     ),
     "intx int4 zeros": (
         lambda: torchao.IntxWeightOnlyConfig(
             weight_dtype=torch.int4, granularity=PerGroup(32), mapping_type=torchao.MappingType.ASYMMETRIC
         ),
         "int8 weights, scale a group of 32, and a zero",
-        decoded,
     ),
-    "int4 packed for CPUs": (packed, "int4 weights, scale a group of 64, and a zero", multiplied),
+    "int4 packed for CPUs": (packed, "int4 weights, scale a group of 64, and a zero"),
 }
 
 
@@ -103,11 +87,11 @@ def error(got: Tensor, right: Tensor) -> float:
 @pytest.mark.parametrize("name", FORMS)
 def test_what_quantize_makes(name: str, dtype: torch.dtype, compiled: Any) -> None:
     """For one and for many rows. Errors are at most about those of torchao in eager PyTorch."""
-    configuration, told, decode = FORMS[name]
+    configuration, told = FORMS[name]
     model = Net().to(dtype).eval()
     torchao.quantize_(model, configuration())
     assert type(model.up.weight).__module__.startswith("torchao."), "quantize_ has left the weight as it was"
-    up, down = decode(model.up.weight), decode(model.down.weight)
+    up, down = decoded(model.up.weight), decoded(model.down.weight)
     for rows in (1, 5, 35):
         x = torch.randn(rows, DEPTH).to(dtype)
         torch._dynamo.reset()
@@ -120,3 +104,21 @@ def test_what_quantize_makes(name: str, dtype: torch.dtype, compiled: Any) -> No
         assert error(got, right) <= 1.5 * error(model(x), right) + places * place, rows
         assert len(report.regions) == 1 and not report.fallbacks
         assert report.graphs[0].weights == [f"2 times: product of {told}"]
+
+
+@pytest.mark.parametrize("depth", [1024, 1280])
+def test_int4_in_tiles_as_made_on_a_gpu(depth: int, compiled: Any) -> None:
+    """What int4_packing_format="tile_packed_to_4d" makes. torchao pads the depth to a multiple of 1024."""
+    padded = -(-depth // 1024) * 1024
+    codes = torch.randint(0, 16, (WIDTH, padded))
+    scales = torch.rand(padded // 128, WIDTH, 2).bfloat16()
+    packed = torchao.Int4TilePackedTo4dTensor(in_tiles(codes, 8), scales, [1, 128], torch.Size((WIDTH, depth)))
+    layer = nn.Linear(depth, WIDTH, bias=False)
+    layer.weight = nn.Parameter(packed, requires_grad=False)
+    ours, report = compiled(nn.Sequential(layer, nn.SiLU()), dynamic=False, fallback=False, minimum=1)
+    scale, zero = (scales[..., i].double().repeat_interleave(128, 0)[:depth] for i in range(2))
+    for rows in (1, 5):
+        x = torch.randn(rows, depth).bfloat16()
+        right = F.silu(x.double() @ ((codes[:, :depth].t() - 8) * scale + zero))
+        assert error(ours(x), right) <= 2**-7 * float(right.abs().max())
+    assert report.graphs[0].weights == ["product of int4 weights, scale a group of 128, and a zero"]
