@@ -3,8 +3,8 @@
 The rival is eager DistributedDataParallel, or FSDP2, over NCCL (Gloo on CPUs). `captured_NAME` is the captured step of
 the same module over group NAME. `free` is the captured step of each rank alone, without communication. Only one
 contender at a time holds memory, and all take turns in each round. --ablate adds the step over ark without a part:
-`copied` copies every gradient into a bucket, `together` updates no parameter before all averages are there.
---direct-mb changes the size from which gradients are averaged in place.
+`in_place` averages large gradients where they are, not in registered buckets, `together` updates no parameter before
+all averages are there. --direct-mb changes the size from which gradients are averaged in place.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ark_torch.distributed import compression
 from ark_torch.train import CapturedStep, buckets, capture, optimizers
 
 ABLATIONS: dict[str, tuple[Any, str, Any]] = {  # what replaces which part
-    "copied": (buckets, "DIRECT", 1 << 62),
+    "in_place": (buckets, "DIRECT_OF_REGISTERED", buckets.DIRECT),
     "together": (optimizers, "is_by_parameter", lambda optimizer: False),
 }
 
@@ -67,7 +67,7 @@ def run_captured(subject: Subject, groups: Groups, mode: str, arguments: argpars
     rival = next(name for name in groups if name in ("nccl", "gloo"))
     alone = [dist.new_group([member], backend="ark") for member in range(rank.ranks)][rank.rank]
     if arguments.direct_mb is not None:
-        buckets.DIRECT = int(arguments.direct_mb * (1 << 20))
+        buckets.DIRECT = buckets.DIRECT_OF_REGISTERED = int(arguments.direct_mb * (1 << 20))
     contenders = {rival: groups[rival]}
     contenders |= {f"captured_{name}": group for name, group in groups.items() if name != FREE}
     compressed = {f"captured_ark_{bits}_bit": bits for bits in arguments.bits}

@@ -4,7 +4,8 @@ The first step runs without buckets to find the order of gradients. The ranks th
 parameters have no gradient on any rank (those stay without one). From then on each parameter's gradient is a view into
 a bucket. When a bucket's last gradient is ready, one operator copies all of them from autograd's tensors to their
 views, and the all_reduce follows on a high-priority stream. Accumulating in place would instead zero and read the
-views. A gradient as large as a bucket is not copied: it is averaged where autograd left it.
+views. A gradient as large as a bucket is not copied: it is averaged where autograd left it, unless buckets lie in
+registered memory, which ark reduces faster (docs/measurements.md).
 
 The last buckets may still be averaged while the optimizer already updates the parameters of all others (late(),
 finish()).
@@ -31,7 +32,20 @@ from ark_torch.train.models import Subject
 
 ALIGNMENT = 512  # bytes; bucket alignment, for copies of any width
 DIRECT = 24 << 20  # bytes of a gradient that is averaged in place: below, one all_reduce for several is sooner
+DIRECT_OF_REGISTERED = 1 << 62  # the same where buckets lie in registered memory: none is
 LATE = 0.25  # most of all bytes for which the optimizer waits apart
+
+
+def registers(group: Any, device: torch.device) -> bool:
+    """Whether buckets can lie in registered memory: ark carries the group's CUDA tensors."""
+    return device.type == "cuda" and ark_backend(group, "cuda") is not None
+
+
+def direct_from(group: Any, device: torch.device, wants_registered: bool, limit: int) -> int:
+    """Bytes from which a gradient is averaged in place. `limit`: those of a bucket."""
+    if wants_registered and registers(group, device):
+        return DIRECT_OF_REGISTERED
+    return min(limit, DIRECT)
 
 
 class Bucket:
@@ -311,11 +325,12 @@ class Buckets:
             return []  # codes are of buckets
         gradients = [p.grad for p in self._parameters if p.grad is not None and not p.grad.is_sparse]
         users = Counter(_local(g, g).untyped_storage().data_ptr() for g in gradients)
+        least = direct_from(self._group, self._device, self._wants_registered, self._limit)
 
         def fits(parameter: torch.nn.Parameter) -> bool:
             if isinstance(parameter, DTensor) or not _dense(parameter):
                 return False
-            if parameter.nbytes < min(self._limit, DIRECT):
+            if parameter.nbytes < least:
                 return False
             gradient = parameter.grad
             if gradient is not None and gradient.is_sparse:
@@ -384,7 +399,7 @@ class Buckets:
 
     def _storage(self, count: int, dtype: torch.dtype) -> Tensor:
         """Zeroed memory, gaps included; mappable by the group's ranks if ark carries CUDA tensors."""
-        if self._device.type == "cuda" and self._wants_registered and ark_backend(self._group, "cuda") is not None:
+        if self._wants_registered and registers(self._group, self._device):
             from ark_torch import memory
             from ark_torch.distributed import register
 

@@ -105,7 +105,7 @@ class CapturedStep:
         if self._agreement is None or not subject.averages:
             return
         if self._mb is None and self._recorder is not None:
-            self._sizing = sizing.sizing_for(subject, self._agreement, self._device)
+            self._sizing = sizing.sizing_for(subject, self._agreement, self._device, self._registered)
         limit = sizing.CANDIDATES_MB[0] if self._mb is None else self._mb
         self._step.buckets = Buckets(subject, self._agreement, int(limit * MB), self._registered)
 

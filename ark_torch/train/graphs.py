@@ -47,7 +47,8 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+        self._pool: Any = None
+        self._kept = 0  # graphs that use the pool
 
     def warm(self, body: Callable[[], T]) -> T:
         current = torch.cuda.current_stream(self._device)
@@ -58,7 +59,9 @@ class CudaRecorder:
         finally:
             current.wait_stream(self.stream)
 
-    def record(self, body: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    def record(self, body: Callable[[], Any]) -> CudaRecording:
+        if self._kept == 0:  # PyTorch's allocators refuse the handle of a pool that all graphs have left
+            self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
         current = torch.cuda.current_stream(self._device)
         self.stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
@@ -77,7 +80,12 @@ class CudaRecorder:
             torch.cuda.set_stream(current)  # torch.cuda.graph leaves its own stream if ending the capture fails
             self._recover(graph, generator, random)
             raise _first(error) from None
-        return graph
+        self._kept += 1
+        return CudaRecording(graph, self)
+
+    def released(self) -> None:
+        """Called when a graph has been freed."""
+        self._kept -= 1
 
     def _recover(self, graph: torch.cuda.CUDAGraph, generator: torch.Generator, random: torch.Tensor) -> None:
         """Cleans up after a capture that CUDA itself ended.
@@ -100,6 +108,19 @@ class CudaRecorder:
             generator.graphsafe_set_state(fresh)
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
+
+
+class CudaRecording:
+    """A step in a CUDA graph."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, recorder: CudaRecorder) -> None:
+        self._graph, self._recorder = graph, recorder
+        self.replay = graph.replay
+
+    def reset(self) -> None:
+        """Frees its memory; it cannot be replayed afterwards."""
+        self._graph.reset()
+        self._recorder.released()
 
 
 def _first(error: BaseException) -> BaseException:

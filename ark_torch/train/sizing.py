@@ -97,9 +97,12 @@ class Sizing:
             log.info("train.capture: buckets of %g MB, by measurement (a step by buckets of %s)", self.mb, shown)
 
 
-def sizing_for(subject: Subject, agreement: Agreement, device: torch.device) -> Sizing | None:
+def sizing_for(
+    subject: Subject, agreement: Agreement, device: torch.device, wants_registered: bool
+) -> Sizing | None:
     """None where sizes cannot matter, or would change bits: too few bytes in buckets, or compressed ones."""
-    in_buckets = sum(p.nbytes for _, p in subject.averaged() if p.nbytes < buckets.DIRECT)
+    direct = buckets.direct_from(subject.group, device, wants_registered, buckets.DIRECT)
+    in_buckets = sum(p.nbytes for _, p in subject.averaged() if p.nbytes < direct)
     if subject.compression is not None or in_buckets < 2 * min(CANDIDATES_MB) * MB:
         return None
     return Sizing(agreement, device)

@@ -227,7 +227,7 @@ def test_options_of_training(tmp_path: Path, leaves_nothing: None) -> None:
     options = ["--busy", "--ablate", "--auto-buckets", "--rounds", "1", "--steps", "1"]
     done = run("training.py", "--device", "cpu", *models, *options, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    parts = [f"captured_{launcher.BACKEND}_{part}" for part in ("copied", "together")]
+    parts = [f"captured_{launcher.BACKEND}_{part}" for part in ("in_place", "together")]
     contenders = ["gloo", "captured_gloo", f"captured_{launcher.BACKEND}", *parts, training.FREE]
     rows = report(tmp_path)["rows"]
     assert [(row["implementation"], row["contender"]) for row in rows] == [
