@@ -8,41 +8,6 @@ namespace ark::loop {
 
 inline constexpr int kDequantColumns = 16;  // columns per warp: the tensor core's lines
 
-// A scale or a zero as it was loaded, in whole registers: a narrower one would be moved, and so awaited, at once.
-template <class T>
-struct Loaded {
-  Together<uint32, static_cast<int>(sizeof(T) + 3) / 4> words = {};
-
-  ARK_LOOP void load(const T* from) {
-    if constexpr (sizeof(T) == 1)
-      asm volatile("ld.global.u8 %0, [%1];" : "=r"(words.at[0]) : "l"(from));
-    else if constexpr (sizeof(T) == 2)
-      asm volatile("ld.global.u16 %0, [%1];" : "=r"(words.at[0]) : "l"(from));
-    else
-      words = load_bytes<decltype(words)>(from);
-  }
-  template <Cache kCache>
-  ARK_LOOP void load(const Hinted<T, kCache>* from) {
-    if constexpr (sizeof(T) < 4) {
-      HintedWord<kCache, sizeof(T)> word;
-      word.load(from);
-      words.at[0] = word.word;
-    } else {
-      words = load_bytes<decltype(words)>(from);
-    }
-  }
-  ARK_LOOP float number() const {
-    T stored;
-    if constexpr (sizeof(T) == 1)
-      stored = __builtin_bit_cast(T, static_cast<uint8_t>(words.at[0]));
-    else if constexpr (sizeof(T) == 2)
-      stored = __builtin_bit_cast(T, static_cast<uint16>(words.at[0]));
-    else
-      stored = __builtin_bit_cast(T, words);
-    return static_cast<float>(load_one(&stored));
-  }
-};
-
 // Columns [c0, c1) of a product. Addresses of operands are loaded where they are used (Later of task.cuh).
 template <Product kShape, Codes kCodes, class BAt, class ScaleAt, class ZeroAt, class OutAt, class BiasAt>
 struct CodedShare {
@@ -152,6 +117,31 @@ struct CodedRuns<First, Rest...> {
     if (c >= past()) return;
     if constexpr (kScale) sum *= first.scale(0, own(c));
     finish_one(s, now(first.out) + row * s.out_row, now(first.bias), row, own(c), sum);
+  }
+};
+
+// Scales or zeros of columns, in shared memory as they are in memory: all groups of a column, then the next column's.
+template <class T>
+struct StagedScales {
+  T* data;
+
+  // Begins to copy those of columns [c, c + count) of the runs; called by all threads. `at`: their address by group and
+  // column. kGroupStride, kColumnStride: in elements.
+  template <int kGroups, int kGroupStride, int64_t kColumnStride, class Columns, class At>
+  ARK_LOOP void copy(const Columns& columns, int c, int count, At at) const {
+    constexpr int kEach = 16 / sizeof(T);
+    constexpr bool kChunks = kGroupStride == 1 && kGroups % kEach == 0 && kColumnStride % kEach == 0;
+    constexpr int kTogether = kChunks ? kEach : 1, kItems = kGroups / kTogether;  // of a column
+    ARK_ROLLED for (int i = thread_anew(); i < count * kItems; i += kThreads) {
+      const int column = i / kItems, g = i % kItems * kTogether;
+      if (columns.left(c + column) <= 0) continue;
+      const auto* const from = at(g, c + column);
+      T* const to = data + column * kGroups + g;
+      if (kChunks && is_aligned(from, 16))
+        copy_16(shared_address(to), from);
+      else
+        ARK_UNROLL for (int e = 0; e < kTogether; ++e) to[e] = load_bytes<T>(from + e * kGroupStride);
+    }
   }
 };
 

@@ -36,54 +36,32 @@ ARK_LOOP void dequant_plain(const A* a, const Share& share, int r0, int rows) {
   }
 }
 
-template <int kRows, class First, class... Rest>
-inline constexpr bool kDequantsRuns = kRows <= kTensorRows&& kDequantsByTensor<First::kProduct, First::q>;
-template <int kRows>
-inline constexpr int kDequantSums = kWorkspaceBytes - kCodesInFlight<kRows>;  // bytes
 
-// All kRows rows of a, at most as many as fit a tensor core. kStarted: dequant_start() was called.
-template <int kRows, bool kStarted, class AAt, class First, class... Rest>
+// All kRows rows of a, at most as many as fit a tensor core.
+template <int kRows, class AAt, class First, class... Rest>
 ARK_LOOP void dequant_runs(AAt a, const First& first, const Rest&... rest) {
   constexpr Product s = First::kProduct;
   constexpr DepthSplit split = split_k(s.depth, kDequantSlice);
-  constexpr int kColumns = split.groups * kDequantColumns, kSums = kDequantSums<kRows>;
-  static_assert(most_columns<kRows, kSums>(split.slices, kColumns) > 0);
+  constexpr int kMost = most_coded_columns<kRows, First>();
+  static_assert(kMost > 0);
   const auto runs = [&] { return CodedRuns<First, Rest...>(0, first.anew(), rest.anew()...); };
-  in_slices<kRows, kSums>(
-      kRows, 1, 0, runs().total, split.slices, kColumns,
+  in_slices<kRows, kMost>(
+      kRows, 1, 0, runs().total, split.slices, split.groups * kDequantColumns,
       [&](int, int, int c, int batches, Parts parts) {
-        dequant_parts<kRows>(a, runs(), kStarted && c == 0, 0, kRows, c, batches, parts);
+        dequant_parts<kRows>(a, runs(), 0, kRows, c, batches, parts);
       },
       [&](int row, int c, float sum) {
         runs().template finish<kScaledLast<s, First::q, typename First::ZeroElement>>(row, c, sum);
       });
 }
 
-// Issues the first copies of codes, for dequant_products() of the same shares, before the rows are computed. Until then
-// nothing may use the end of the workspace.
-template <int64_t kRows, class A, class First, class... Rest>
-ARK_LOOP void dequant_start(const First& first, const Rest&... rest) {
-  if constexpr (kIsHalf<A> && kDequantsRuns<kRows, First, Rest...>) {
-    using Columns = CodedRuns<First, Rest...>;
-    constexpr DepthSplit split = split_k(First::kProduct.depth, kDequantSlice);
-    constexpr int kColumns = split.groups * kDequantColumns;
-    constexpr int kMost = most_columns<kRows, kDequantSums<kRows>>(split.slices, kColumns);
-    const Columns columns(0, first.anew(), rest.anew()...);
-    const int self = thread_anew(), batches = (least(columns.total, kMost) + kColumns - 1) / kColumns;
-    if (self / 32 / split.slices >= split.groups || batches == 0) return;
-    using Copies = CodeCopies<kRows, Columns>;
-    Copies copies(columns, self, 0, batches);
-    ARK_ROLLED for (int i = 0; i < Copies::kBatches; ++i) copies.copy_next();
-  }
-}
-
 // All kRows rows of a with the columns of each share. The shares use the same encoding.
-template <int64_t kRows, bool kStarted = false, class AAt, class First, class... Rest>
+template <int64_t kRows, class AAt, class First, class... Rest>
 ARK_LOOP void dequant_products(AAt a, const First& first, const Rest&... rest) {
-  using A = typename Pointee<AAt>::Type;
+  using A = typename RowElement<typename Pointee<AAt>::Type>::Type;
   static_assert((kSame<typename First::Element, typename Rest::Element> && ...));
-  if constexpr (kIsHalf<A> && kDequantsRuns<kRows, First, Rest...>) {
-    dequant_runs<kRows, kStarted>(a, first, rest...);
+  if constexpr (kIsHalf<A> && kRows <= kTensorRows && kDequantsByTensor<First::kProduct, First::q>) {
+    dequant_runs<kRows>(a, first, rest...);
   } else {
     ARK_ROLLED for (int r = 0; r < kRows; r += kTensorRows) {
       constexpr int kMost = least<int64_t>(kRows, kTensorRows);

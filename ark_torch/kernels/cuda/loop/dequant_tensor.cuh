@@ -28,21 +28,34 @@ template <int Rows>
 inline constexpr bool kDequantRoom = Rows <= 8;
 #endif
 
-// Shared memory for codes in flight, at the end of the workspace. With many rows, sums need the rest.
-template <int Rows>
-inline constexpr int kCodesInFlight = (Rows <= 8 ? 64 : 32) * 1024;
+// Shared memory for codes in flight, at the end of the workspace. With 64 KB steps are slower (docs/measurements.md).
+inline constexpr int kCodesInFlight = 32 * 1024;
 
 // Whether scales apply only once a column's sum is complete.
 template <Product s, Codes q, class Zero>
 inline constexpr bool kScaledLast = q.group == s.depth&& kSame<Zero, NoScale>;
+// Columns whose sums and scales fit into the rest of the workspace, in whole batches of all warps.
+template <int Rows, class First>
+ARK_LOOP constexpr int most_coded_columns() {
+  constexpr Product s = First::kProduct;
+  constexpr Codes q = First::q;
+  using Zero = typename First::ZeroElement;
+  constexpr DepthSplit split = split_k(s.depth, kDequantSlice);
+  int bytes = Rows * split.slices * 4;  // of a column
+  if (!kScaledLast<s, q, Zero>) {
+    const int of_group = sizeof(Plain<typename First::ScaleElement>) + (kSame<Zero, NoScale> ? 0 : sizeof(Plain<Zero>));
+    bytes += static_cast<int>(in_wholes(s.depth, q.group)) * of_group;
+  }
+  const int batch = split.groups * kDequantColumns;
+  return (kWorkspaceBytes - kCodesInFlight - Rows * 32) / bytes / batch * batch;
+}
 // What this kernel supports: whole chunks of codes, and groups of whole slices.
 template <Product s, Codes q>
 inline constexpr bool kDequantsByTensor = s.b_aligned&& s.b_depth == 1 && s.depth* q.bits % 128 == 0 &&
                                           (q.group == s.depth || q.group % kDequantSlice == 0);
 
-// A warp's batches of columns, copied kBatches ahead into slots that take turns. dequant_start() issues the first copies
-// before the rows are there; dequant_parts() goes on from where they end.
-template <int Rows, class Columns>
+// A warp's batches of columns, copied kBatches ahead into slots that take turns.
+template <class Columns>
 class CodeCopies {
   static constexpr Product s = Columns::s;
   static constexpr Codes q = Columns::q;
@@ -53,7 +66,7 @@ class CodeCopies {
   static constexpr int kOctets = kDequantColumns / 8;
   static constexpr int kPerLoad = 128 / q.bits;                    // codes per chunk
   static constexpr int kChunks = kDequantSlice * q.bits / 8 / 64;  // chunks of codes per lane and column
-  static constexpr int kBatchBytes = kOctets * kChunks * 32 * 16, kRingBytes = kCodesInFlight<Rows> / kWarps;
+  static constexpr int kBatchBytes = kOctets * kChunks * 32 * 16, kRingBytes = kCodesInFlight / kWarps;
 
  public:
   static constexpr int kBatches = kRingBytes / kBatchBytes;
@@ -63,13 +76,16 @@ class CodeCopies {
   ARK_LOOP CodeCopies(const Columns& columns, int self, int c, int batches)
       : columns_(columns),
         line_(self % 32 / 4),
-        depth_(self / 32 % split.slices * kDequantSlice + self % 4 * kPerLoad),
         column_(c + self / 32 / split.slices * kDequantColumns),
         batches_(batches),
-        ring_(pinned(shared_address(workspace()) + kWorkspaceBytes - kCodesInFlight<Rows> + self / 32 * kRingBytes +
+        depth_(self / 32 % split.slices * kDequantSlice + self % 4 * kPerLoad),
+        ring_(pinned(shared_address(workspace()) + kWorkspaceBytes - kCodesInFlight + self / 32 * kRingBytes +
                      self % 32 * 16)),
         slot_(ring_) {
     place();
+    first_from_ = from_;
+    first_left_ = left_;
+    begin_pass();
   }
 
   // Into the slot that was used last.
@@ -78,16 +94,13 @@ class CodeCopies {
         copies_.copy(slot_ + (o * kChunks + i) * 512, from_ + o * 8 * s.b_column + i * 64,
                      line_ + o * 8 < left_ && there_[i]);
     end_copies();
-    skip_next();
-  }
-  ARK_LOOP void skip_next() {
     slot_ = slot_ + kBatchBytes == ring_ + kRingBytes ? ring_ : slot_ + kBatchBytes;
     left_ -= split.groups * kDequantColumns;
     from_ += split.groups * kDequantColumns * s.b_column;
     if (++batch_ == batches_) {
       batch_ = 0;
       ++pass_;
-      place();
+      begin_pass();
     } else if (!Columns::kLast && left_ <= 0) {
       place();
     }
@@ -99,30 +112,38 @@ class CodeCopies {
 
  private:
   ARK_LOOP void place() {
-    const int column = column_ + batch_ * split.groups * kDequantColumns, d = depth_ + pass_ * kStride;
+    const int column = column_ + batch_ * split.groups * kDequantColumns;
     left_ = pass_ < split.passes ? columns_.left(column) : 0;
-    from_ = columns_.from(column + line_) + static_cast<uint32>(d) * q.bits / 8;
-    ARK_UNROLL for (int i = 0; i < kChunks; ++i) there_[i] = kWhole || d + i * 4 * kPerLoad < s.depth;
+    from_ = columns_.from(column + line_) + (depth_ + pass_ * kStride) * q.bits / 8;
+  }
+  ARK_LOOP void begin_pass() {
+    from_ = first_from_ + pass_ * (kStride * q.bits / 8);
+    left_ = pass_ < split.passes ? first_left_ : 0;
+    ARK_UNROLL for (int i = 0; i < kChunks; ++i) there_[i] =
+        kWhole || static_cast<int>(depth_) + pass_ * kStride + i * 4 * kPerLoad < s.depth;
   }
 
   const Columns& columns_;
   const ChunkCopies<s.b_cache> copies_;
-  const int line_, depth_, column_, batches_;
+  const int line_, column_, batches_;
+  const uint32 depth_;
   const uint32 ring_;
   uint32 slot_;
   int batch_ = 0, pass_ = 0, left_;  // of the next batch to copy, which belongs to one product
   const B* from_;
+  const B* first_from_;  // of a pass, and what is left then
+  int first_left_;
   bool there_[kChunks];
 };
 
 // As tensor_parts of matvec_tensor.cuh.
 template <int Rows, class AAt, class Columns>
-ARK_LOOP void dequant_parts(AAt a, const Columns& columns, bool started, int r0, int rows, int c, int batches,
-                            Parts parts) {
+ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int r0, int rows, int c, int batches, Parts parts) {
   constexpr Product s = Columns::s;
   constexpr Codes q = Columns::q;
-  using T = typename Pointee<AAt>::Type;
-  using Zero = typename Columns::ZeroElement;
+  using T = typename RowElement<typename Pointee<AAt>::Type>::Type;
+  using Scale = Plain<typename Columns::ScaleElement>;
+  using Zero = Plain<typename Columns::ZeroElement>;
   using Words = Coding<q, typename Columns::Element, T>;
   constexpr int kOctets = kDequantColumns / 8;
   constexpr int kBlocks = Rows > 8 ? 2 : 1;  // of eight rows
@@ -132,72 +153,72 @@ ARK_LOOP void dequant_parts(AAt a, const Columns& columns, bool started, int r0,
   constexpr int kPerLoad = 128 / q.bits;                    // codes per chunk
   constexpr bool kScaled = !kScaledLast<s, q, Zero>, kZeros = !kSame<Zero, NoScale>;
   constexpr bool kRowSums = kZeros || Words::kRaised != 0;
+  constexpr int kGroups = in_wholes(s.depth, q.group);      // of a column
   constexpr DepthSplit split = split_k(s.depth, kDequantSlice);
   constexpr int kStride = split.slices * kDequantSlice;  // depths per pass
   constexpr bool kWhole = split.passes * kStride == s.depth;
-  constexpr int kBatches = CodeCopies<Rows, Columns>::kBatches;  // in flight
+  constexpr int kBatches = CodeCopies<Columns>::kBatches;  // in flight
   const int self = thread_anew(), lane = self % 32;  // re-read: no register keeps anything of it across runs
   const int slice = self / 32 % split.slices, group = self / 32 / split.slices;
-  if (group >= split.groups) return;
   const int my_line = lane / 4;  // column of b, row of a
   const int my_depth = slice * kDequantSlice + lane % 4 * kPerLoad;
   const uint32 power = Words::joined();
 
-  CodeCopies<Rows, Columns> copies(columns, self, c, batches);
-  // Scales of two batches at once, a column per lane, loaded while the two batches before are multiplied.
-  Loaded<Plain<typename Columns::ScaleElement>> next_scale;
-  Loaded<Plain<Zero>> next_zero;
-  float scale_of_lane = 0, zero_of_lane = 0;
-  int scale_batch = lane / kDequantColumns, scale_pass = 0;  // of the lane's batch
-  if (scale_batch >= batches) scale_batch = 0, scale_pass = 1;
-  auto load_scales = [&] {
-    const int column = c + (scale_batch * split.groups + group) * kDequantColumns + lane % kDequantColumns;
-    const int of = static_cast<int>(static_cast<uint32>(slice * kDequantSlice + scale_pass * kStride) / q.group);
-    if (scale_pass < split.passes && columns.left(column) > 0 && (kWhole || of * q.group < s.depth)) {
-      next_scale.load(columns.scale_at(of, column));
-      if constexpr (kZeros) next_zero.load(columns.zero_at(of, column));
-    }
-    scale_batch += 2;
-    const int passes = scale_batch < batches ? 0 : batches == 1 ? 2 : 1;
-    scale_pass += passes;
-    scale_batch -= passes * batches;
-  };
-  ARK_ROLLED for (int i = 0; i < kBatches; ++i) started ? copies.skip_next() : copies.copy_next();
-  if constexpr (kScaled) load_scales();
+  // Behind the sums. A scale that is one for all is applied once, to the whole sum.
+  const StagedScales<Scale> scales{reinterpret_cast<Scale*>(parts.at(Rows, 0, 0))};
+  const StagedScales<Zero> zeros{reinterpret_cast<Zero*>(scales.data + parts.width * kGroups)};
+  if constexpr (kScaled) {
+    scales.template copy<kGroups, q.scale.group, q.scale.column>(
+        columns, c, parts.width, [&](int g, int column) { return columns.scale_at(g, column); });
+    if constexpr (kZeros)
+      zeros.template copy<kGroups, q.zero.group, q.zero.column>(
+          columns, c, parts.width, [&](int g, int column) { return columns.zero_at(g, column); });
+    end_copies();
+  }
+  CodeCopies<Columns> copies(columns, self, c, batches);
+  if (group < split.groups)
+    ARK_ROLLED for (int i = 0; i < kBatches; ++i) copies.copy_next();
   // Eight elements each of a's rows my_line and my_line + 8; with 4 bits, word i of a chunk of codes meets chunk i. The
   // next pass's rows load while columns are multiplied.
-  Chunk x[4][kBlocks], ahead[4][kBlocks];
+  Chunk x[kBlocks][4], ahead[kBlocks][4];
   auto load_rows = [&](int pass) {
-    const T* const from = now(a);
-    ARK_UNROLL for (int i = 0; i < 4; ++i) {
-      const int d = my_depth + pass * kStride + (q.bits == 4 ? i * 8 : i / 2 * 4 * kPerLoad + i % 2 * 8);
-      ARK_UNROLL for (int half = 0; half < kBlocks; ++half) {
-        const int row = half * 8 + my_line;
-        ahead[i][half] = load_row_chunk(s, from + (r0 + (row < rows ? row : 0)) * s.a_row, d, row < rows);
+    constexpr int kAdjacent = q.bits == 4 ? 4 : 2;  // chunks
+    const auto* const from = now(a);
+    ARK_UNROLL for (int half = 0; half < kBlocks; ++half) {
+      const int row = half * 8 + my_line;
+      ARK_UNROLL for (int i = 0; i < 4; i += kAdjacent) {
+        const int d = my_depth + pass * kStride + i / 2 * 4 * kPerLoad;
+        load_row_chunks(s, from + (r0 + (row < rows ? row : 0)) * s.a_row, d, row < rows,
+                        reinterpret_cast<Chunk(&)[kAdjacent]>(ahead[half][i]));
       }
     }
   };
   // A decoded weight is kUnit * (weight + kRaised), to which a zero is added: the multiple of its row's sum that is
   // left over.
   constexpr float kUnit = Words::kRaisedUnit, kRaised = Words::kRaised;
-  int holder = my_line;  // of the scale of a column: the first lanes and the last ones take turns
   if (kAhead) load_rows(0);
+  if constexpr (kScaled) {
+    wait_copies<kBatches>();
+    sync();
+  }
+  if (group >= split.groups) return;
   ARK_ROLLED for (int pass = 0; pass < split.passes; ++pass) {
     float of_rows[kBlocks][4] = {};
     if (!kAhead) load_rows(pass);
     ARK_UNROLL for (int i = 0; i < 4; ++i) {
       ARK_UNROLL for (int half = 0; half < kBlocks; ++half) {
-        x[i][half] = ahead[i][half];
-        Words::deal(x[i][half]);
+        x[half][i] = ahead[half][i];
+        Words::deal(x[half][i]);
         if constexpr (kRowSums) {
           const uint32 one = pair_of<T>(1), ones[4] = {one, one, one, one};
           ARK_UNROLL for (int w = 0; w < 4; w += 2)
-              multiply_add<T>(of_rows[half], ones, x[i][half].words[w], x[i][half].words[w + 1]);
+              multiply_add<T>(of_rows[half], ones, x[half][i].words[w], x[half][i].words[w + 1]);
         }
       }
     }
     if (kAhead && pass + 1 < split.passes) load_rows(pass + 1);
     float* to = parts.at(lane % 4 * 2, slice, group * kDequantColumns + my_line);
+    int scale_at = (group * kDequantColumns + my_line) * kGroups + (slice * kDequantSlice + pass * kStride) / q.group;
     ARK_ROLLED for (int batch = 0; batch < batches; ++batch) {
       wait_copies<kBatches - 1>();
       float sums[kSums][kBlocks][4] = {};
@@ -209,20 +230,12 @@ ARK_LOOP void dequant_parts(AAt a, const Columns& columns, bool started, int r0,
           Words::raised(codes.words[word], power, one);
           Words::raised(others.words[word], power, other);
           ARK_UNROLL for (int i = 0; i < Words::kPairs; i += 2) {
-            const Chunk* const of = x[q.bits == 4 ? word : chunk * 2 + word / 2];
+            const int of = q.bits == 4 ? word : chunk * 2 + word / 2;
             const int w = q.bits == 4 ? i : word % 2 * 2;
             const uint32 weights[4] = {one[i], other[i], one[i + 1], other[i + 1]};
             ARK_UNROLL for (int half = 0; half < kBlocks; ++half) multiply_add<T>(
-                sums[(word * Words::kPairs + i) / 2 % kSums][half], weights, of[half].words[w], of[half].words[w + 1]);
+                sums[(word * Words::kPairs + i) / 2 % kSums][half], weights, x[half][of].words[w], x[half][of].words[w + 1]);
           }
-        }
-      }
-      if constexpr (kScaled) {
-        if (holder == my_line) {
-          scale_of_lane = next_scale.number() / kUnit;
-          if constexpr (kZeros)
-            zero_of_lane = q.zero_after ? next_zero.number() : -kUnit * (next_zero.number() + kRaised);
-          load_scales();
         }
       }
       // The slot is overwritten once it has been read, as the dependency on the sums enforces.
@@ -231,13 +244,15 @@ ARK_LOOP void dequant_parts(AAt a, const Columns& columns, bool started, int r0,
       ARK_UNROLL for (int k = 1; k < kSums; ++k) ARK_UNROLL for (int half = 0; half < kBlocks; ++half)
           ARK_UNROLL for (int i = 0; i < 4; ++i) sums[0][half][i] += sums[k][half][i];
       ARK_UNROLL for (int octet = 0; octet < kOctets; ++octet) {
-        const float scale = kScaled ? __shfl_sync(~0u, scale_of_lane, holder + octet * 8) : 1 / kUnit;
-        const float zero = kZeros ? __shfl_sync(~0u, zero_of_lane, holder + octet * 8) : 0;
+        float scale = 1 / kUnit, zero = 0;
+        if constexpr (kScaled) scale = load_one(scales.data + scale_at + octet * 8 * kGroups) / kUnit;
+        if constexpr (kZeros) zero = static_cast<float>(load_one(zeros.data + scale_at + octet * 8 * kGroups));
+        const float too_much = kUnit * (kRaised + (q.zero_after ? 0 : zero));
         ARK_UNROLL for (int half = 0; half < kBlocks; ++half) ARK_UNROLL for (int i = 0; i < 2; ++i) {
           if (half * 8 + lane % 4 * 2 + i >= Rows) continue;
           float sum = sums[0][half][octet * 2 + i];
           if constexpr (kRowSums)
-            sum = fused(kZeros && !q.zero_after ? zero : -kUnit * kRaised, of_rows[half][i], sum);
+            sum = fused(-too_much, of_rows[half][i], sum);
           if constexpr (kScaled || Words::kRaisedUnit != 1) sum *= scale;
           if constexpr (kZeros && q.zero_after) sum = fused(zero, of_rows[half][i], sum);
           float* const mine = to + (half * 8 + i) * parts.line_words + octet * 8;
@@ -245,7 +260,7 @@ ARK_LOOP void dequant_parts(AAt a, const Columns& columns, bool started, int r0,
         }
       }
       to += split.groups * kDequantColumns;
-      holder ^= kDequantColumns;
+      scale_at += split.groups * kDequantColumns * kGroups;
     }
   }
 }

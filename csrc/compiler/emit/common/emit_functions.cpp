@@ -115,10 +115,7 @@ void StageFunctions::add(const Unit& unit) {
   FunctionWriter writer(plan_.graph, plan_.stages[static_cast<size_t>(unit.head < 0 ? unit.stage : unit.head)], code_);
   for (size_t buffer = 0; buffer < plan_.placements.size(); ++buffer)
     if (plan_.placements[buffer].packets) writer.poll(static_cast<int>(buffer), plan_.placements[buffer].pushed);
-  if (unit.head >= 0) {
-    start_products(writer, stage);
-    write_head(writer, unit);
-  }
+  if (unit.head >= 0) write_head(writer, unit);
   write(writer, stage);
   scratch_bytes_ = std::max(scratch_bytes_, writer.scratch_bytes());
   if (writer.operands().size() > kMostOperands) {

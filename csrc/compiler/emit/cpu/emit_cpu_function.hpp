@@ -55,9 +55,6 @@ class FunctionWriter {
   // text uses it, is true.
   void multiply_by_groups() { by_groups_ = true; }
   bool by_groups() const { return by_groups_; }
-  // The text has called start_products().
-  void have_started() { started_ = true; }
-  bool started() const { return started_; }
   // The buffer's values are not operands: they stay in the block's kept_bytes() from a task's first half to its second
   // (prologue_fusion.hpp). With several `parts`, of equal size, only part `begin` stays there: the text handles one
   // after the other (kv_append.hpp).
@@ -143,7 +140,7 @@ class FunctionWriter {
   int first_thread_ = 0;
   int64_t parts_ = 1;
   int64_t scratch_ = 0;
-  bool by_groups_ = false, started_ = false;
+  bool by_groups_ = false;
 };
 
 // "float", "bf16", ...: the element type in cpu/types.hpp.
@@ -162,8 +159,6 @@ void emit_dequant_matmul(FunctionWriter& to, const MatmulStage& matmul);
 // One of several such products, as an argument of dequant_products().
 std::string dequant_share(FunctionWriter& to, const MatmulStage& matmul, size_t number);
 void emit(FunctionWriter& to, const ProductsStage& stage);
-// In front of a first half (prologue_fusion.hpp): what the products can do before their rows are there.
-void start_products(FunctionWriter& to, const Stage& stage);
 // `make`: writes the code that makes the queries and the appended position for one KV head, tile [begin, end).
 void emit(FunctionWriter& to, const AttentionStage& attention, const std::function<void()>& make = {});
 void emit(FunctionWriter& to, const CombineStage& combine);
