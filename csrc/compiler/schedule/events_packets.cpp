@@ -41,7 +41,7 @@ bool polls_packets(const Graph& graph, const Stage& stage, const Access& access,
   const auto products = matmuls_of(stage);
   return std::all_of(products.begin(), products.end(), [&](const MatmulStage& one) {
     const Value& b = graph.values()[one.b];
-    return b.buffer != value.buffer && one.tile_columns == 0 && b.strides[b.strides.size() - 2] == 1;
+    return b.buffer != value.buffer && one.codes.bits == 0 && b.strides[b.strides.size() - 2] == 1;
   });
 }
 

@@ -11,13 +11,14 @@ namespace ark::compiler {
 
 namespace {
 
-// Whether the stage's kernel uses all of the workspace, for larger tiles, codes in flight, or sorting. Products of few rows
+// Whether the stage's kernel uses all of the workspace, for larger tiles or for sorting. Products of few rows
 // (cuda/loop/lanes.cuh) can take turns in less.
 bool takes_all(const Graph& graph, const Stage& stage) {
   if (std::holds_alternative<SelectStage>(stage.body) || std::holds_alternative<ExpertsStage>(stage.body)) return true;
   for (const MatmulStage& product : matmuls_of(stage)) {
-    const int64_t few = 2 * size_of(graph.values()[static_cast<size_t>(product.b)].type);  // kFewRows of matmul.cuh
-    if (product.codes.bits != 0 || product.m > few) return true;
+    // kFewRows of matmul.cuh; with quantized weights, the rows whose sums leave room for columns
+    const int64_t few = product.codes.bits != 0 ? 8 : 2 * size_of(graph.values()[static_cast<size_t>(product.b)].type);
+    if (product.m > few) return true;
   }
   if (const AttentionStage* attention = attention_of(stage)) {
     const Value &q = graph.values()[static_cast<size_t>(attention->q)],

@@ -58,7 +58,7 @@ ARK_LOOP void dequant_runs(AAt a, const First& first, const Rest&... rest) {
 // All kRows rows of a with the columns of each share. The shares use the same encoding.
 template <int64_t kRows, class AAt, class First, class... Rest>
 ARK_LOOP void dequant_products(AAt a, const First& first, const Rest&... rest) {
-  using A = typename RowElement<typename Pointee<AAt>::Type>::Type;
+  using A = typename Pointee<AAt>::Type;
   static_assert((kSame<typename First::Element, typename Rest::Element> && ...));
   if constexpr (kIsHalf<A> && kRows <= kTensorRows && kDequantsByTensor<First::kProduct, First::q>) {
     dequant_runs<kRows>(a, first, rest...);

@@ -6,10 +6,6 @@
 // ones) of a column, in order. A slice of 128 depths is within one group, whose scale multiplies their sum: the weights
 // themselves are exact integers, or float8. A group's zero multiplies the sum of the rows, which tensor cores compute
 // once for all columns.
-//
-// Codes wait in shared memory, not in registers: fewer bits need more columns in flight to fill the memory's pipe, and
-// registers for them would need unrolled code (docs/measurements.md). A lane reads back only what it copied itself, so
-// that warps run on their own.
 #pragma once
 
 #include "cuda/loop/coded_columns.cuh"
@@ -28,13 +24,10 @@ template <int Rows>
 inline constexpr bool kDequantRoom = Rows <= 8;
 #endif
 
-// Shared memory for codes in flight, at the end of the workspace. With 64 KB steps are slower (docs/measurements.md).
-inline constexpr int kCodesInFlight = 32 * 1024;
-
 // Whether scales apply only once a column's sum is complete.
 template <Product s, Codes q, class Zero>
 inline constexpr bool kScaledLast = q.group == s.depth&& kSame<Zero, NoScale>;
-// Columns whose sums and scales fit into the rest of the workspace, in whole batches of all warps.
+// Columns whose sums and scales fit into the workspace, in whole batches of all warps.
 template <int Rows, class First>
 ARK_LOOP constexpr int most_coded_columns() {
   constexpr Product s = First::kProduct;
@@ -47,54 +40,45 @@ ARK_LOOP constexpr int most_coded_columns() {
     bytes += static_cast<int>(in_wholes(s.depth, q.group)) * of_group;
   }
   const int batch = split.groups * kDequantColumns;
-  return (kWorkspaceBytes - kCodesInFlight - Rows * 32) / bytes / batch * batch;
+  return (kWorkspaceBytes - Rows * 32) / bytes / batch * batch;
 }
 // What this kernel supports: whole chunks of codes, and groups of whole slices.
 template <Product s, Codes q>
 inline constexpr bool kDequantsByTensor = s.b_aligned&& s.b_depth == 1 && s.depth* q.bits % 128 == 0 &&
                                           (q.group == s.depth || q.group % kDequantSlice == 0);
 
-// A warp's batches of columns, copied kBatches ahead into slots that take turns.
+// A warp's codes, batch by batch of columns: those of the next batch load as soon as a register is free.
 template <class Columns>
-class CodeCopies {
+class CodeStream {
   static constexpr Product s = Columns::s;
   static constexpr Codes q = Columns::q;
   using B = typename Columns::Element;
   static constexpr DepthSplit split = split_k(s.depth, kDequantSlice);
   static constexpr int kStride = split.slices * kDequantSlice;  // depths per pass
   static constexpr bool kWhole = split.passes * kStride == s.depth;
-  static constexpr int kOctets = kDequantColumns / 8;
-  static constexpr int kPerLoad = 128 / q.bits;                    // codes per chunk
-  static constexpr int kChunks = kDequantSlice * q.bits / 8 / 64;  // chunks of codes per lane and column
-  static constexpr int kBatchBytes = kOctets * kChunks * 32 * 16, kRingBytes = kCodesInFlight / kWarps;
+  static constexpr int kPerLoad = 128 / q.bits;  // codes per chunk
 
  public:
-  static constexpr int kBatches = kRingBytes / kBatchBytes;
-  static_assert(kRingBytes % kBatchBytes == 0);
+  static constexpr int kOctets = kDequantColumns / 8;
+  static constexpr int kChunks = kDequantSlice * q.bits / 8 / 64;  // chunks of codes per lane and column
+  Chunk codes[kOctets][kChunks] = {};
 
   // Batches of columns from c on.
-  ARK_LOOP CodeCopies(const Columns& columns, int self, int c, int batches)
+  ARK_LOOP CodeStream(const Columns& columns, int self, int c, int batches)
       : columns_(columns),
         line_(self % 32 / 4),
-        column_(c + self / 32 / split.slices * kDequantColumns),
-        batches_(batches),
         depth_(self / 32 % split.slices * kDequantSlice + self % 4 * kPerLoad),
-        ring_(pinned(shared_address(workspace()) + kWorkspaceBytes - kCodesInFlight + self / 32 * kRingBytes +
-                     self % 32 * 16)),
-        slot_(ring_) {
+        column_(c + self / 32 / split.slices * kDequantColumns),
+        batches_(batches) {
     place();
     first_from_ = from_;
     first_left_ = left_;
     begin_pass();
+    ARK_UNROLL for (int o = 0; o < kOctets; ++o) ARK_UNROLL for (int i = 0; i < kChunks; ++i) load(o, i);
   }
 
-  // Into the slot that was used last.
-  ARK_LOOP void copy_next() {
-    ARK_UNROLL for (int o = 0; o < kOctets; ++o) ARK_UNROLL for (int i = 0; i < kChunks; ++i)
-        copies_.copy(slot_ + (o * kChunks + i) * 512, from_ + o * 8 * s.b_column + i * 64,
-                     line_ + o * 8 < left_ && there_[i]);
-    end_copies();
-    slot_ = slot_ + kBatchBytes == ring_ + kRingBytes ? ring_ : slot_ + kBatchBytes;
+  // The loads that follow are of the next batch.
+  ARK_LOOP void advance() {
     left_ -= split.groups * kDequantColumns;
     from_ += split.groups * kDequantColumns * s.b_column;
     if (++batch_ == batches_) {
@@ -105,9 +89,10 @@ class CodeCopies {
       place();
     }
   }
-  // Of the batch that was copied first.
-  ARK_LOOP Chunk codes(int octet, int chunk) const {
-    return *in_shared<const Chunk>(slot_ + (octet * kChunks + chunk) * 512);
+  ARK_LOOP void load(int octet, int chunk) {
+    if (!there_[chunk]) codes[octet][chunk] = {};
+    loads_.load(codes[octet][chunk], from_ + octet * 8 * s.b_column + chunk * 64,
+                line_ + octet * 8 < left_ && there_[chunk]);
   }
 
  private:
@@ -124,12 +109,11 @@ class CodeCopies {
   }
 
   const Columns& columns_;
-  const ChunkCopies<s.b_cache> copies_;
-  const int line_, column_, batches_;
+  const ChunkLoads<s.b_cache> loads_;
+  const int line_;
   const uint32 depth_;
-  const uint32 ring_;
-  uint32 slot_;
-  int batch_ = 0, pass_ = 0, left_;  // of the next batch to copy, which belongs to one product
+  const int column_, batches_;
+  int batch_ = 0, pass_ = 0, left_;  // of the next batch, which belongs to one product
   const B* from_;
   const B* first_from_;  // of a pass, and what is left then
   int first_left_;
@@ -141,29 +125,27 @@ template <int Rows, class AAt, class Columns>
 ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int r0, int rows, int c, int batches, Parts parts) {
   constexpr Product s = Columns::s;
   constexpr Codes q = Columns::q;
-  using T = typename RowElement<typename Pointee<AAt>::Type>::Type;
+  using T = typename Pointee<AAt>::Type;
   using Scale = Plain<typename Columns::ScaleElement>;
   using Zero = Plain<typename Columns::ZeroElement>;
   using Words = Coding<q, typename Columns::Element, T>;
-  constexpr int kOctets = kDequantColumns / 8;
   constexpr int kBlocks = Rows > 8 ? 2 : 1;  // of eight rows
   constexpr bool kAhead = kDequantRoom<Rows> && split_k(s.depth, kDequantSlice).passes > 1;
   constexpr int kSums = kDequantRoom<Rows> ? 2 : 1;         // partial sums per column, which halve the dependency chain
-  constexpr int kChunks = kDequantSlice * q.bits / 8 / 64;  // chunks of codes per lane and column
+  constexpr int kOctets = CodeStream<Columns>::kOctets, kChunks = CodeStream<Columns>::kChunks;
   constexpr int kPerLoad = 128 / q.bits;                    // codes per chunk
   constexpr bool kScaled = !kScaledLast<s, q, Zero>, kZeros = !kSame<Zero, NoScale>;
   constexpr bool kRowSums = kZeros || Words::kRaised != 0;
   constexpr int kGroups = in_wholes(s.depth, q.group);      // of a column
   constexpr DepthSplit split = split_k(s.depth, kDequantSlice);
   constexpr int kStride = split.slices * kDequantSlice;  // depths per pass
-  constexpr bool kWhole = split.passes * kStride == s.depth;
-  constexpr int kBatches = CodeCopies<Columns>::kBatches;  // in flight
   const int self = thread_anew(), lane = self % 32;  // re-read: no register keeps anything of it across runs
   const int slice = self / 32 % split.slices, group = self / 32 / split.slices;
   const int my_line = lane / 4;  // column of b, row of a
   const int my_depth = slice * kDequantSlice + lane % 4 * kPerLoad;
   const uint32 power = Words::joined();
 
+  CodeStream<Columns> stream(columns, self, c, group < split.groups ? batches : 0);
   // Behind the sums. A scale that is one for all is applied once, to the whole sum.
   const StagedScales<Scale> scales{reinterpret_cast<Scale*>(parts.at(Rows, 0, 0))};
   const StagedScales<Zero> zeros{reinterpret_cast<Zero*>(scales.data + parts.width * kGroups)};
@@ -175,21 +157,16 @@ ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int r0, int rows, int
           columns, c, parts.width, [&](int g, int column) { return columns.zero_at(g, column); });
     end_copies();
   }
-  CodeCopies<Columns> copies(columns, self, c, batches);
-  if (group < split.groups)
-    ARK_ROLLED for (int i = 0; i < kBatches; ++i) copies.copy_next();
   // Eight elements each of a's rows my_line and my_line + 8; with 4 bits, word i of a chunk of codes meets chunk i. The
   // next pass's rows load while columns are multiplied.
-  Chunk x[kBlocks][4], ahead[kBlocks][4];
+  Chunk x[4][kBlocks], ahead[4][kBlocks];
   auto load_rows = [&](int pass) {
-    constexpr int kAdjacent = q.bits == 4 ? 4 : 2;  // chunks
-    const auto* const from = now(a);
-    ARK_UNROLL for (int half = 0; half < kBlocks; ++half) {
-      const int row = half * 8 + my_line;
-      ARK_UNROLL for (int i = 0; i < 4; i += kAdjacent) {
-        const int d = my_depth + pass * kStride + i / 2 * 4 * kPerLoad;
-        load_row_chunks(s, from + (r0 + (row < rows ? row : 0)) * s.a_row, d, row < rows,
-                        reinterpret_cast<Chunk(&)[kAdjacent]>(ahead[half][i]));
+    const T* const from = now(a);
+    ARK_UNROLL for (int i = 0; i < 4; ++i) {
+      const int d = my_depth + pass * kStride + (q.bits == 4 ? i * 8 : i / 2 * 4 * kPerLoad + i % 2 * 8);
+      ARK_UNROLL for (int half = 0; half < kBlocks; ++half) {
+        const int row = half * 8 + my_line;
+        ahead[i][half] = load_row_chunk(s, from + (r0 + (row < rows ? row : 0)) * s.a_row, d, row < rows);
       }
     }
   };
@@ -198,7 +175,7 @@ ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int r0, int rows, int
   constexpr float kUnit = Words::kRaisedUnit, kRaised = Words::kRaised;
   if (kAhead) load_rows(0);
   if constexpr (kScaled) {
-    wait_copies<kBatches>();
+    wait_copies<0>();
     sync();
   }
   if (group >= split.groups) return;
@@ -207,12 +184,12 @@ ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int r0, int rows, int
     if (!kAhead) load_rows(pass);
     ARK_UNROLL for (int i = 0; i < 4; ++i) {
       ARK_UNROLL for (int half = 0; half < kBlocks; ++half) {
-        x[half][i] = ahead[half][i];
-        Words::deal(x[half][i]);
+        x[i][half] = ahead[i][half];
+        Words::deal(x[i][half]);
         if constexpr (kRowSums) {
           const uint32 one = pair_of<T>(1), ones[4] = {one, one, one, one};
           ARK_UNROLL for (int w = 0; w < 4; w += 2)
-              multiply_add<T>(of_rows[half], ones, x[half][i].words[w], x[half][i].words[w + 1]);
+              multiply_add<T>(of_rows[half], ones, x[i][half].words[w], x[i][half].words[w + 1]);
         }
       }
     }
@@ -220,27 +197,26 @@ ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int r0, int rows, int
     float* to = parts.at(lane % 4 * 2, slice, group * kDequantColumns + my_line);
     int scale_at = (group * kDequantColumns + my_line) * kGroups + (slice * kDequantSlice + pass * kStride) / q.group;
     ARK_ROLLED for (int batch = 0; batch < batches; ++batch) {
-      wait_copies<kBatches - 1>();
+      stream.advance();
       float sums[kSums][kBlocks][4] = {};
       ARK_UNROLL for (int chunk = 0; chunk < kChunks; ++chunk) {
-        const Chunk codes = copies.codes(0, chunk);
-        const Chunk others = copies.codes(1, chunk);
         ARK_UNROLL for (int word = 0; word < 4; ++word) {
           uint32 one[Words::kPairs], other[Words::kPairs];
-          Words::raised(codes.words[word], power, one);
-          Words::raised(others.words[word], power, other);
+          Words::raised(stream.codes[0][chunk].words[word], power, one);
+          Words::raised(stream.codes[1][chunk].words[word], power, other);
           ARK_UNROLL for (int i = 0; i < Words::kPairs; i += 2) {
-            const int of = q.bits == 4 ? word : chunk * 2 + word / 2;
+            const Chunk* const of = x[q.bits == 4 ? word : chunk * 2 + word / 2];
             const int w = q.bits == 4 ? i : word % 2 * 2;
             const uint32 weights[4] = {one[i], other[i], one[i + 1], other[i + 1]};
             ARK_UNROLL for (int half = 0; half < kBlocks; ++half) multiply_add<T>(
-                sums[(word * Words::kPairs + i) / 2 % kSums][half], weights, x[half][of].words[w], x[half][of].words[w + 1]);
+                sums[(word * Words::kPairs + i) / 2 % kSums][half], weights, of[half].words[w], of[half].words[w + 1]);
           }
         }
+        // Load after the last use, which the dependency on the sum enforces; otherwise the load would go to other
+        // registers and be copied.
+        asm volatile("" : "+f"(sums[0][0][0]));
+        ARK_UNROLL for (int o = 0; o < kOctets; ++o) stream.load(o, chunk);
       }
-      // The slot is overwritten once it has been read, as the dependency on the sums enforces.
-      ARK_UNROLL for (int k = 0; k < kSums; ++k) asm volatile("" : "+f"(sums[k][0][0]) : : "memory");
-      copies.copy_next();
       ARK_UNROLL for (int k = 1; k < kSums; ++k) ARK_UNROLL for (int half = 0; half < kBlocks; ++half)
           ARK_UNROLL for (int i = 0; i < 4; ++i) sums[0][half][i] += sums[k][half][i];
       ARK_UNROLL for (int octet = 0; octet < kOctets; ++octet) {

@@ -59,8 +59,8 @@ struct HintedWord<kCache, 1> {
 };
 template <Cache kCache>
 struct HintedWord<kCache, 2> {
-  uint32 word;
-  ARK_LOOP void load(const void* from) { ARK_HINTED_LOAD("u16", "%0", "%1", "%2", "=r"(word)); }
+  uint16 word;
+  ARK_LOOP void load(const void* from) { ARK_HINTED_LOAD("u16", "%0", "%1", "%2", "=h"(word)); }
 };
 template <Cache kCache>
 struct HintedWord<kCache, 4> {
@@ -90,8 +90,6 @@ ARK_LOOP T load_hinted(const void* from) {
   word.load(from);
   if constexpr (sizeof(T) == 1)
     return __builtin_bit_cast(T, static_cast<uint8_t>(word.word));
-  else if constexpr (sizeof(T) == 2)
-    return __builtin_bit_cast(T, static_cast<uint16>(word.word));
   else
     return __builtin_bit_cast(T, word.word);
 }

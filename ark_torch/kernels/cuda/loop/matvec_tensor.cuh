@@ -29,12 +29,6 @@ ARK_LOOP Chunk load_row_chunk(const Product& s, const T* row, int d, bool wanted
   return chunk;
 }
 
-// The same of as many adjacent ones, all inside the row or none.
-template <int kChunks, class T>
-ARK_LOOP void load_row_chunks(const Product& s, const T* row, int d, bool wanted, Chunk (&to)[kChunks]) {
-  ARK_UNROLL for (int i = 0; i < kChunks; ++i) to[i] = load_row_chunk(s, row, d + i * kPerChunk<T>, wanted);
-}
-
 // As dot_parts.
 template <int Rows, Cache kCache, class At, class T, class Columns>
 ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const Columns& columns, int r0, int rows, int c,

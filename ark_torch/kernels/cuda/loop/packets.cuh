@@ -200,24 +200,6 @@ ARK_LOOP void load_run(const Product& s, const Packet<T>* row, int d, bool wante
     poll_apart(from, s.a_depth, there, to);
 }
 
-template <class T, int kRanks, int64_t kApart>
-struct RowElement<Packet<T, kRanks, kApart>> {
-  using Type = T;
-};
-template <int kChunks, class T>
-ARK_LOOP void load_row_chunks(const Product& s, const Packet<T>* row, int d, bool wanted, Chunk (&to)[kChunks]) {
-  constexpr int kCount = kChunks * kPerChunk<T>;
-  float x[kCount] = {};
-  if (wanted && d < s.depth) {
-    if (s.a_depth == 1)
-      poll_run(row + d, x);
-    else
-      ARK_ROLLED for (int i = 0; i < kCount; ++i) x[i] = load_one(row + (d + i) * s.a_depth);
-  }
-  ARK_UNROLL for (int i = 0; i < kCount; i += 2) to[i / kPerChunk<T>].words[i % kPerChunk<T> / 2] =
-      pack_two(x[i], x[i + 1], T{});
-}
-
 template <class T>
 ARK_LOOP void store_one(Packet<T>* to, float x) {
   const Packet<T> packet{narrow(x, T{}), Packet<T>::now()};

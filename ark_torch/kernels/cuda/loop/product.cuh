@@ -81,12 +81,6 @@ struct EvenRows {
 template <class T>
 inline constexpr bool kIsHalf = sizeof(T) == 2;
 
-// What a row consists of, which may come in packets (packets.cuh).
-template <class A>
-struct RowElement {
-  using Type = A;
-};
-
 ARK_LOOP constexpr int64_t in_wholes(int64_t count, int64_t whole) {
   return (count + whole - 1) / whole;
 }

@@ -109,26 +109,6 @@ ARK_LOOP void copy_4(void* to, const void* from, int valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid)
                : "memory");
 }
-// As ChunkLoads, to shared memory: 16 bytes, or zeros unless `wanted`.
-template <Cache kCache>
-class ChunkCopies {
- public:
-  ARK_LOOP ChunkCopies() {
-    if constexpr (kHasPolicy) policy_ = cache_policy<kCache, true>();
-  }
-  ARK_LOOP void copy(uint32 to, const void* from, bool wanted) const {
-    if constexpr (kHasPolicy)
-      asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
-                   "r"(wanted ? 16 : 0), "l"(policy_)
-                   : "memory");
-    else
-      copy_16(to, from, wanted ? 16 : 0);
-  }
-
- private:
-  static constexpr bool kHasPolicy = kCache == Cache::evict_first || kCache == Cache::evict_last;
-  uint64 policy_ = 0;
-};
 ARK_LOOP void end_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }

@@ -230,7 +230,7 @@ class CudaEmitter {
   std::vector<int> write_loads(const Queue& queue, std::string& out) const {
     std::vector<int> asked;
     const int64_t page = plan_.target.page_bytes;
-    for (const std::vector<Load>& some : loads_ahead(queue, (getenv("X_FLIGHT") ? atoi(getenv("X_FLIGHT")) : plan_.target.in_flight) * page, (getenv("X_BESIDE") ? atoi(getenv("X_BESIDE")) : kPagesBeside) * page)) {
+    for (const std::vector<Load>& some : loads_ahead(queue, plan_.target.in_flight * page, kPagesBeside * page)) {
       asked.push_back(static_cast<int>(some.size()));
       for (const Load& load : some) {
         // The load's offset is relative to the buffer.
