@@ -188,9 +188,10 @@ void Appender::append(size_t first, size_t last) {
   const AttentionStage attention = std::get<AttentionStage>(stages_[first].body);
   const Value q = value(attention.q), k = value(attention.k), v = value(attention.v);
   const int64_t heads = k.shape[1];
-  // Every part's task repeats the programs, and a worker with several heads makes their rows one after the other, where
+  // Every part's task repeats the programs, and a worker with many heads makes their rows one after the other, where
   // separate stages share all of it out.
-  const bool in_parts = last - first > 1, repeats = in_parts || heads > target_.workers;
+  constexpr int64_t kMostHeads = 2;  // of a worker
+  const bool in_parts = last - first > 1, repeats = in_parts || heads > kMostHeads * target_.workers;
   if (!takes_few_rows(graph_, attention) || q.shape[0] != 1 || stages_[first].extent != heads) return;
   const auto queries = writer(first, attention.q), keys = writer(first, attention.k),
              values = writer(first, attention.v);

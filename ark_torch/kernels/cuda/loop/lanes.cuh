@@ -94,6 +94,7 @@ ARK_LOOP void add_octet(const Parts& parts, int lane, int slice, int column, boo
 template <class B>
 struct OneRun {
   using Element = B;
+  static constexpr bool kOne = true;
   const B* b;
   int64_t stride;
   int c1;

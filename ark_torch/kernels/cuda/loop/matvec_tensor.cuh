@@ -44,24 +44,29 @@ ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const Col
   const int step = split.slices * kSlice;
   const bool whole = split.passes * step == s.depth;
 
-  // The next batch of columns to load.
+  // The next batch of columns to load. An octet of columns belongs to one product.
   struct {
-    int batch = 0, pass = 0, left;
+    int batch = 0, pass = 0, left[kOctets];
     int d;
-    const T* from;
+    const T* from[kOctets];
   } next;
   auto place = [&] {
-    const int column = c + (next.batch * split.groups + group) * kTogether;
     next.d = my_depth + next.pass * step;
-    next.left = next.pass < split.passes ? columns.left(column) - my_line : 0;
-    next.from = columns.from(column) + my_line * s.b_column + next.d;
+    ARK_UNROLL for (int o = 0; o < kOctets; ++o) {
+      const int column = c + (next.batch * split.groups + group) * kTogether + o * 8;
+      const bool first = Columns::kOne && o > 0;  // octets of one product are consecutive
+      next.left[o] = first                     ? next.left[0] - o * 8
+                     : next.pass < split.passes ? columns.left(column) - my_line
+                                                : 0;
+      next.from[o] = first ? next.from[0] + o * 8 * s.b_column
+                           : columns.from(column) + my_line * s.b_column + next.d;
+    }
   };
   Chunk ring[kOctets][kTensorParts] = {};
   auto load = [&](int octet, int part) {
     const bool there = whole || next.d + part * kTensorPart < s.depth;
     if (!there) ring[octet][part] = {};
-    loads.load(ring[octet][part], next.from + octet * 8 * s.b_column + part * kTensorPart,
-               octet * 8 < next.left && there);
+    loads.load(ring[octet][part], next.from[octet] + part * kTensorPart, 0 < next.left[octet] && there);
   };
   place();
   ARK_UNROLL for (int o = 0; o < kOctets; ++o) ARK_UNROLL for (int q = 0; q < kTensorParts; ++q) load(o, q);

@@ -45,6 +45,7 @@ struct Runs {
 template <int kTogether, class First, class... Rest>
 struct Runs<kTogether, First, Rest...> {
   using Element = typename First::Element;
+  static constexpr bool kOne = sizeof...(Rest) == 0;
   static constexpr Product s = First::kProduct;
 
   const First first;
@@ -98,11 +99,10 @@ ARK_LOOP void dot_runs(AAt a, const First& first, const Rest&... rest) {
 template <int kRows, Product kShape, class A, class First, class... Rest>
 ARK_LOOP void tensor_runs(const A* a, const First& first, const Rest&... rest) {
   constexpr Product s = kShape;
-  constexpr int kTogether = kTensorOctets<EvenRows> * 8;
-  const auto runs = [&] { return Runs<kTogether, First, Rest...>(0, first.anew(), rest.anew()...); };
+  const auto runs = [&] { return Runs<8, First, Rest...>(0, first.anew(), rest.anew()...); };
   const DepthSplit split = split_k(s.depth, kTensorParts * kTensorPart);
   in_slices<kRows>(
-      kRows, 1, 0, runs().total, split.slices, split.groups * kTogether,
+      kRows, 1, 0, runs().total, split.slices, split.groups * kTensorOctets<EvenRows> * 8,
       [&](int, int, int c, int batches, Parts parts) {
         tensor_parts<kRows, s.b_cache>(s, EvenRows{s.a_row, 0}, a, runs(), 0, kRows, c, batches, parts);
       },
