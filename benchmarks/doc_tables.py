@@ -216,6 +216,7 @@ TABLES: dict[str, Callable[[Load], str]] = {
     "training": lambda load: _scripts("training_report").table(load("training")),
     "training-in-line": lambda load: _scripts("training_report").table(load("training_in_line")),
     "training-captured": lambda load: _scripts("training_report").table(load("training_captured")),
+    "training-busy": lambda load: _scripts("training_report").table(load("training_busy")),
     "training-no-peer-access": lambda load: _scripts("training_report").table(load("training_no_peer_access")),
     "pipeline": lambda load: _scripts("pipeline").table(load("pipeline")),
     "pipeline-small": lambda load: _scripts("pipeline").table(load("pipeline_small")),
@@ -298,7 +299,8 @@ def _during(load: Load, who: str, ranks: int = 2) -> float:
 
 
 def _captured(load: Load, who: str) -> float:
-    return float(only(load("training_captured"), model="gpt2-xl", mode="captured", ranks=2, contender=who)["step_ms"])
+    of = {"model": "gpt2-xl", "implementation": "plain", "mode": "captured", "ranks": 2}
+    return float(only(load("training_captured"), contender=who, **of)["step_ms"])
 
 
 def _slowdown(load: Load, who: str, size: int) -> float:

@@ -134,7 +134,8 @@ def training(load: Load) -> str:
         ("gpt2-xl", "captured", "`train.capture` of DDP"), ("bert-large", "captured", "`train.capture` of DDP"),
         ("gpt2-xl", "captured_fsdp2", "`train.capture` of FSDP2"),
     ):  # fmt: skip
-        add(what, captured, "captured_ark", "nccl", "captured_nccl", model=model, mode=mode, ranks=2)
+        of = {"model": model, "implementation": "plain", "mode": mode, "ranks": 2}
+        add(what, captured, "captured_ark", "nccl", "captured_nccl", **of)
     add("DDP, eager", two, "ark_line", "nccl", model="gpt2-xl", mode="ddp", ranks=2)  # today's default
     add("DDP, eager, copy engines", four, "ark_engine", "nccl", model="gpt2-xl", mode="ddp", ranks=4)
     head = ("step", "on", "ark, ms", "NCCL, same wrapper, eager", "`train.capture`, NCCL", "no communication")
