@@ -136,18 +136,18 @@ class Contest:
         if time.time() > self.ends:
             row["left_out"] = True
             return
-        if not form.startswith(BY_TORCHAO):
-            self._add(row)
-            return
         with inductors_settings_kept():
             try:
-                self._add(row)
+                model = model_of(self.config, form, self.device, self.dtype)
             except Exception as error:  # torchao raises many types for what a machine lacks
+                if not form.startswith(BY_TORCHAO):
+                    raise
                 traceback.print_exc()
                 row["not_available"] = (str(error) or type(error).__name__).splitlines()[0]
+                return
+            self._add(row, model)
 
-    def _add(self, row: Row) -> None:
-        model = model_of(self.config, row["form"], self.device, self.dtype)
+    def _add(self, row: Row, model: Any) -> None:
         row["bytes"] = bytes_of(model)
         right = None
         if row["bytes"] < 6e9:  # the float64 copy takes four times as much and must fit, too

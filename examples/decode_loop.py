@@ -46,7 +46,8 @@ def made(options: argparse.Namespace) -> nn.Module:
         try:
             quantize_by_torchao(model, options.quantize or "int8")
         except ImportError as error:
-            raise ImportError(f"{error}: leave out --torchao, or take --quantize int8 or float8") from error
+            other = ", or take --quantize int8 or float8" if options.quantize == "int4" else ""
+            raise ImportError(f"{error}: leave out --torchao{other}") from error
     elif options.quantize:
         quantize(model, options.quantize)
     return model

@@ -14,13 +14,14 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-# What a rank is about to do, or the result. MOVED: graphs must be made anew; RELAID: buckets too.
-REPLAY, CAPTURE, EAGER, FAILED, MOVED, RELAID = range(6)
+# What a rank is about to do, or the result. MOVED: graphs must be made anew; RELAID: buckets too. REFUSED: nothing, as
+# the call is invalid.
+REPLAY, CAPTURE, EAGER, FAILED, MOVED, RELAID, REFUSED = range(7)
 KINDS = 8  # the values fit below
 
 
@@ -46,9 +47,13 @@ class Agreement:
     def plans(self, count: int, mine: int, digest: int = 0) -> tuple[list[int], bool]:
         """What each rank is about to do in a call of `count` steps, and whether their graphs' digests differ.
 
-        Raises ValueError on every rank if they have other numbers of steps.
+        Raises ValueError on every rank if they have other numbers of steps. Where a rank refuses the call, all others
+        raise RuntimeError here.
         """
         values = self.everyone(digest << 31 | KINDS * count + mine)
+        kinds = [value % KINDS for value in values]
+        if REFUSED in kinds:
+            return (kinds, False) if mine == REFUSED else self.refuse(None)
         counts = [value % (1 << 31) // KINDS for value in values]
         for rank, steps in enumerate(counts):
             if steps != counts[0]:
@@ -56,7 +61,18 @@ class Agreement:
                     f"ark: [rank {self.rank}] train.capture: {steps} steps in this call on rank {rank} and {counts[0]} "
                     "on rank 0: pass as many batches on all ranks."
                 )
-        return [value % KINDS for value in values], len({value >> 31 for value in values}) > 1
+        return kinds, len({value >> 31 for value in values}) > 1
+
+    def refuse(self, own: Exception | None) -> NoReturn:
+        """Ends a call that some rank refuses: raises its own error there, and RuntimeError naming it on the others."""
+        told = self.share("" if own is None else str(own) or type(own).__name__)
+        if own is not None:
+            raise own
+        rank, text = next((rank, text) for rank, text in enumerate(told) if text)
+        raise RuntimeError(
+            f"ark: [rank {self.rank}] train.capture: no rank has run this step, since rank {rank} refused the call: "
+            f"{text.removeprefix('ark: ').removeprefix('train.capture: ')}"
+        )
 
     def share(self, text: str) -> list[str]:
         """Every rank's text, in rank order."""

@@ -12,13 +12,13 @@ import contextlib
 import json
 import warnings
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from ark_torch.train import ddp, fsdp, graphs, held, inputs, models, optimizers, reasons, scope, sizing
-from ark_torch.train.agreement import CAPTURE, EAGER, FAILED, KINDS, MOVED, RELAID, REPLAY, Agreement
+from ark_torch.train.agreement import CAPTURE, EAGER, FAILED, KINDS, MOVED, REFUSED, RELAID, REPLAY, Agreement
 from ark_torch.train.backward import Watch
 from ark_torch.train.baked import Baked
 from ark_torch.train.before import Before
@@ -112,10 +112,13 @@ class CapturedStep:
     # ---- A call
 
     def __call__(self, batch: Any) -> Tensor:
-        """Runs one step, or several; returns their losses. Raises TypeError or ValueError for an invalid batch."""
-        self._check_call()
-        batches = inputs.split(batch, self._steps, self._accumulate)
-        read = inputs.read(batches, (self._steps > 1, self._accumulate > 1))
+        """Runs one step, or several; returns their losses. Raises on all ranks if the batch of one is invalid."""
+        try:
+            self._check_call()
+            batches = inputs.split(batch, self._steps, self._accumulate)
+            read = inputs.read(batches, (self._steps > 1, self._accumulate > 1))
+        except Exception as error:
+            self._refuse(error)
         fsdp.reshard(self._step.subject.sharded)
         relaid = self._layout.changed()
         if self._baked is None:
@@ -128,6 +131,8 @@ class CapturedStep:
         moved = self._baked.moved()
         if self._rates is not None and self._rates.settle() and not moved:
             moved = "the optimizer's state was replaced"
+        if moved:
+            self._record_anew(moved)  # now, since _plan() ends a call that another rank refuses
         if self._sizing is not None and self._sizing.is_over():
             self._resize(self._sizing)
         shape = self._shape_of(read)
@@ -158,6 +163,15 @@ class CapturedStep:
             self._step.standby = None
         if self._agreement is not None:
             self._agreement.close()
+
+    def _refuse(self, error: Exception) -> NoReturn:
+        """Ends an invalid call. All ranks hear of it where they tell their plans, and until then do the same."""
+        if self._agreement is None or self._closed:
+            raise error
+        if self._sizing is not None and self._sizing.is_over():
+            self._resize(self._sizing)
+        self._agreement.plans(1, REFUSED)
+        self._agreement.refuse(error)
 
     def _check_call(self) -> None:
         if self._closed:
@@ -325,8 +339,7 @@ class CapturedStep:
     def _plan(self, shape: _Shape, count: int, first: int | None = None) -> int:
         """What all ranks do in this call: EAGER, or a replay, after a capture if needed; or what must come `first` on
         some rank: RELAID or MOVED."""
-        full = self._full()
-        ready = shape.seen and self._eager_calls >= self._warmup
+        full, ready = self._full(), shape.seen and self._eager_calls >= self._warmup
         if ready and not shape.graph and full:
             self._say(self._too_many())
         mine = REPLAY if shape.graph else CAPTURE if ready and not full else EAGER

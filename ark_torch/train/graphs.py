@@ -114,13 +114,16 @@ class CudaRecording:
     """A step in a CUDA graph."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, recorder: CudaRecorder) -> None:
-        self._graph, self._recorder = graph, recorder
+        self._graph = graph
+        self._recorder: CudaRecorder | None = recorder
         self.replay = graph.replay
 
     def reset(self) -> None:
         """Frees its memory; it cannot be replayed afterwards."""
         self._graph.reset()
-        self._recorder.released()
+        if self._recorder is not None:
+            self._recorder.released()
+        self._recorder = None
 
 
 def _first(error: BaseException) -> BaseException:

@@ -97,9 +97,7 @@ class Sizing:
             log.info("train.capture: buckets of %g MB, by measurement (a step by buckets of %s)", self.mb, shown)
 
 
-def sizing_for(
-    subject: Subject, agreement: Agreement, device: torch.device, wants_registered: bool
-) -> Sizing | None:
+def sizing_for(subject: Subject, agreement: Agreement, device: torch.device, wants_registered: bool) -> Sizing | None:
     """None where sizes cannot matter, or would change bits: too few bytes in buckets, or compressed ones."""
     direct = buckets.direct_from(subject.group, device, wants_registered, buckets.DIRECT)
     in_buckets = sum(p.nbytes for _, p in subject.averaged() if p.nbytes < direct)

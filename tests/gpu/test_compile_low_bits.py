@@ -26,8 +26,9 @@ from llama.quantized import quantize
 
 pytestmark = pytest.mark.timeout(200)
 
-# Columns and depth: several batches of columns, several passes, a partial last slice, and no whole slice.
-SIZES = [(37, 256), (1000, 4096), (264, 768)]
+# Columns and depth: several batches of columns, several passes, a partial last slice, no whole slice, and slices behind
+# the depth.
+SIZES = [(37, 256), (1000, 4096), (264, 768), (21, 2176)]
 ROWS = [1, 2, 7, 8, 9, 16]
 
 

@@ -144,6 +144,53 @@ def test_graphs_that_differ_in_a_replay() -> None:
         assert reason.startswith("the ranks' graphs differ: collective 1 of group '0' is ")
 
 
+def _refused(rank: Rank, with_graphs: bool) -> tuple[list[str], list[bool], Tensor]:
+    """Invalid calls of one rank, of another one, and of both: no rank runs them, and all go on."""
+    rank.init()
+    if with_graphs:
+        fake_graphs.use()
+    model = small.make("gpt2")
+    optimizer = _adam(model)
+    step = capture(model, optimizer, small.loss, bucket_mb="auto" if with_graphs else 0.02)
+    said, captured = [], []
+    for number in range(8):
+        batch: Any = small.batch("gpt2", number, rank.rank)
+        wrong = {2: [0], 4: [1], 5: [0, 1], 6: [1]}.get(number, [])
+        before = small.weights(model)
+        if wrong:
+            with pytest.raises((TypeError, RuntimeError)) as caught:
+                if number == 6 and rank.rank in wrong:
+                    with torch.no_grad():
+                        step(batch)
+                else:
+                    step(object() if rank.rank in wrong else batch)
+            said.append(str(caught.value))
+            assert torch.equal(small.weights(model), before)
+            if number == 4 and rank.rank == 0:  # graphs of what was there before this call must not be replayed
+                optimizer.load_state_dict(optimizer.state_dict())
+        step(batch)
+        captured.append(step.captured)
+    graphs.recorder_for = _REAL
+    return said, captured, small.weights(model)
+
+
+@pytest.mark.parametrize("with_graphs", [False, True], ids=["eager", "graphs"])
+def test_a_call_that_one_rank_refuses(with_graphs: bool) -> None:
+    (first, replays, weights), (second, others, same) = crew_of(2, {}).run(_refused, with_graphs)
+    own = "ark: train.capture: batch is a object: pass tensors, numbers, strings and None, in lists and dicts."
+
+    def of(rank: int, other: int, text: str) -> str:
+        why = f"no rank has run this step, since rank {other} refused the call"
+        return f"ark: [rank {rank}] train.capture: {why}: {text}"
+
+    told = own.removeprefix("ark: train.capture: ")
+    without = "step() under torch.no_grad(): a step needs gradients; leave it."
+    assert first == [own, of(0, 1, told), own, of(0, 1, without)]
+    assert second == [of(1, 0, told), own, own, f"ark: train.capture: {without}"]
+    assert replays == others and any(replays) == with_graphs
+    assert torch.equal(weights, same)
+
+
 def _overflows(rank: Rank, sharded: bool, max_norm: float | None) -> tuple[list[float], float]:
     """Only the last rank's gradients, or only its shard, overflow in the second step. All ranks leave that one out."""
     rank.init()

@@ -190,7 +190,7 @@ void Appender::append(size_t first, size_t last) {
   const int64_t heads = k.shape[1];
   // Every part's task repeats the programs, and a worker with many heads makes their rows one after the other, where
   // separate stages share all of it out.
-  constexpr int64_t kMostHeads = 2;  // of a worker
+  constexpr int64_t kMostHeads = 2;  // of a worker: as many as were measured (docs/measurements.md)
   const bool in_parts = last - first > 1, repeats = in_parts || heads > kMostHeads * target_.workers;
   if (!takes_few_rows(graph_, attention) || q.shape[0] != 1 || stages_[first].extent != heads) return;
   const auto queries = writer(first, attention.q), keys = writer(first, attention.k),

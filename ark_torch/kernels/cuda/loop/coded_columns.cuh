@@ -58,7 +58,8 @@ ARK_LOOP CodedShare<kShape, kCodes, BAt, ScaleAt, ZeroAt, OutAt, BiasAt> coded_s
   return {b, scales, zeros, out, bias, static_cast<int>(c0), static_cast<int>(c1)};
 }
 
-// The columns of the shares, numbered from `begin` for the first one, and from a multiple of kDequantColumns for each later one.
+// The columns of the shares, numbered from `begin` for the first one, and from a multiple of kDequantColumns for each
+// later one.
 template <class... Shares>
 struct CodedRuns {
   const int total;
@@ -120,13 +121,17 @@ struct CodedRuns<First, Rest...> {
   }
 };
 
+// Bytes in shared memory of a group's scale or zero.
+template <class T>
+inline constexpr int kStagedBytes = kSame<T, NoScale> ? 0 : static_cast<int>(sizeof(Plain<T>));
+
 // Scales or zeros of columns, in shared memory as they are in memory: all groups of a column, then the next column's.
 template <class T>
 struct StagedScales {
   T* data;
 
   // Begins to copy those of columns [c, c + count) of the runs; called by all threads. `at`: their address by group and
-  // column. kGroupStride, kColumnStride: in elements.
+  // column. kGroupStride, kColumnStride: in elements, of the first share; where groups are adjacent, they are in all.
   template <int kGroups, int kGroupStride, int64_t kColumnStride, class Columns, class At>
   ARK_LOOP void copy(const Columns& columns, int c, int count, At at) const {
     constexpr int kEach = 16 / sizeof(T);

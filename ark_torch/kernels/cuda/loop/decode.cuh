@@ -1,8 +1,9 @@
 // Decodes quantized weights to pairs of half-type elements for tensor cores: words of four 8-bit or eight 4-bit codes.
 //
 // A few instructions per word, as memory delivers a word every few clocks. Integers are inserted into the significand
-// of a power of two, which is then subtracted, from pairs or from their sums: no conversion instruction. A pair's depths are whichever are
-// cheapest; rows are permuted to match (deal()). float8 decodes exactly to both half types, including NaN.
+// of a power of two, so that none is converted. The power is then subtracted from each pair, or from their sums. A
+// pair's depths are whichever are cheapest; rows are permuted to match (deal()). float8 decodes exactly to both half
+// types, including NaN.
 #pragma once
 
 #include "cuda/loop/product.cuh"
@@ -86,7 +87,7 @@ struct Coding {
 
   // Bits that every word is joined with. Kept in a register, since an instruction takes only one constant.
   static ARK_LOOP uint32 joined() {
-    uint32 bits = q.bits == 8       ? kSame<T, bf16> ? 0x43434343u : 0x64646464u
+    uint32 bits = q.bits == 8    ? kSame<T, bf16> ? 0x43434343u : 0x64646464u
                   : !q.is_signed ? kPowerBits<T>
                                  : kPowerBits<T> ^ (0x80008u << kUnitBits<T>);
     asm volatile("" : "+r"(bits));
@@ -107,8 +108,7 @@ struct Coding {
   static ARK_LOOP void word(uint32 codes, uint32 power, uint32 (&pairs)[kPairs]) {
     if constexpr (q.bits == 4) {
       raised(codes, power, pairs);
-      ARK_UNROLL for (int i = 0; i < 4; ++i) pairs[i] =
-          fused_pair<T>(pairs[i], kInverseBits<T>, pair_of<T>(-kRaised));
+      ARK_UNROLL for (int i = 0; i < 4; ++i) pairs[i] = fused_pair<T>(pairs[i], kInverseBits<T>, pair_of<T>(-kRaised));
     } else if constexpr (kSame<B, e4m3>) {
       pairs[0] = float8_pair(static_cast<uint16>(codes), T{});
       pairs[1] = float8_pair(static_cast<uint16>(codes >> 16), T{});

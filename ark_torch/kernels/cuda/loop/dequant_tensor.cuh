@@ -3,9 +3,10 @@
 //
 // As in matvec_tensor.cuh, a warp keeps up to 16 rows x 128 depths of a in registers while columns pass. Here columns
 // are the tensor core's 16 lines, so that few rows leave no line empty. Four lanes load 64 8-bit codes (or 128 4-bit
-// ones) of a column, in order. A slice of 128 depths is within one group, whose scale multiplies their sum: the weights
-// themselves are exact integers, or float8. A group's zero multiplies the sum of the rows, which tensor cores compute
-// once for all columns.
+// ones) of a column, in order. A slice of 128 depths is within one group, whose scale multiplies their sum: tensor
+// cores multiply exact integers, or float8. A group's zero, and what 4-bit weights are too large by (decode.cuh),
+// multiply the sum of the rows, which tensor cores compute once for all columns. So an infinite element of a row gives
+// NaN there. Scales and zeros are staged in shared memory, all groups of a column at once.
 #pragma once
 
 #include "cuda/loop/coded_columns.cuh"
@@ -14,7 +15,7 @@
 
 namespace ark::loop {
 
-inline constexpr int kDequantSlice = 128;   // depths per warp
+inline constexpr int kDequantSlice = 128;  // depths per warp
 // Whether registers suffice to hide latency: only with few rows, and not where addresses take more registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 template <int Rows>
@@ -27,7 +28,7 @@ inline constexpr bool kDequantRoom = Rows <= 8;
 // Whether scales apply only once a column's sum is complete.
 template <Product s, Codes q, class Zero>
 inline constexpr bool kScaledLast = q.group == s.depth&& kSame<Zero, NoScale>;
-// Columns whose sums and scales fit into the workspace, in whole batches of all warps.
+// Columns whose sums and scales fit into the workspace, in whole batches of all warps; 0 if not even one batch does.
 template <int Rows, class First>
 ARK_LOOP constexpr int most_coded_columns() {
   constexpr Product s = First::kProduct;
@@ -35,10 +36,9 @@ ARK_LOOP constexpr int most_coded_columns() {
   using Zero = typename First::ZeroElement;
   constexpr DepthSplit split = split_k(s.depth, kDequantSlice);
   int bytes = Rows * split.slices * 4;  // of a column
-  if (!kScaledLast<s, q, Zero>) {
-    const int of_group = sizeof(Plain<typename First::ScaleElement>) + (kSame<Zero, NoScale> ? 0 : sizeof(Plain<Zero>));
-    bytes += static_cast<int>(in_wholes(s.depth, q.group)) * of_group;
-  }
+  if (!kScaledLast<s, q, Zero>)
+    bytes += static_cast<int>(in_wholes(s.depth, q.group)) *
+             (kStagedBytes<typename First::ScaleElement> + kStagedBytes<Zero>);
   const int batch = split.groups * kDequantColumns;
   return (kWorkspaceBytes - Rows * 32) / bytes / batch * batch;
 }
@@ -72,7 +72,7 @@ class CodeStream {
         batches_(batches) {
     place();
     first_from_ = from_;
-    first_left_ = left_;
+    first_left_ = batches > 0 ? left_ : 0;
     begin_pass();
     ARK_UNROLL for (int o = 0; o < kOctets; ++o) ARK_UNROLL for (int i = 0; i < kChunks; ++i) load(o, i);
   }
@@ -131,27 +131,31 @@ ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int r0, int rows, int
   using Words = Coding<q, typename Columns::Element, T>;
   constexpr int kBlocks = Rows > 8 ? 2 : 1;  // of eight rows
   constexpr bool kAhead = kDequantRoom<Rows> && split_k(s.depth, kDequantSlice).passes > 1;
-  constexpr int kSums = kDequantRoom<Rows> ? 2 : 1;         // partial sums per column, which halve the dependency chain
+  constexpr int kSums = kDequantRoom<Rows> ? 2 : 1;  // partial sums per column, which halve the dependency chain
   constexpr int kOctets = CodeStream<Columns>::kOctets, kChunks = CodeStream<Columns>::kChunks;
-  constexpr int kPerLoad = 128 / q.bits;                    // codes per chunk
-  constexpr bool kScaled = !kScaledLast<s, q, Zero>, kZeros = !kSame<Zero, NoScale>;
+  constexpr int kPerLoad = 128 / q.bits;              // codes per chunk
+  constexpr bool kStages = !kScaledLast<s, q, Zero>;  // else a column has one scale, for its whole sum
+  constexpr bool kScales = kStages && !kSame<Scale, NoScale>, kZeros = !kSame<Zero, NoScale>;
   constexpr bool kRowSums = kZeros || Words::kRaised != 0;
-  constexpr int kGroups = in_wholes(s.depth, q.group);      // of a column
+  constexpr int kGroups = in_wholes(s.depth, q.group);  // of a column
   constexpr DepthSplit split = split_k(s.depth, kDequantSlice);
   constexpr int kStride = split.slices * kDequantSlice;  // depths per pass
-  const int self = thread_anew(), lane = self % 32;  // re-read: no register keeps anything of it across runs
+  const int self = thread_anew(), lane = self % 32;      // re-read: no register keeps anything of it across runs
   const int slice = self / 32 % split.slices, group = self / 32 / split.slices;
   const int my_line = lane / 4;  // column of b, row of a
   const int my_depth = slice * kDequantSlice + lane % 4 * kPerLoad;
   const uint32 power = Words::joined();
 
   CodeStream<Columns> stream(columns, self, c, group < split.groups ? batches : 0);
-  // Behind the sums. A scale that is one for all is applied once, to the whole sum.
-  const StagedScales<Scale> scales{reinterpret_cast<Scale*>(parts.at(Rows, 0, 0))};
-  const StagedScales<Zero> zeros{reinterpret_cast<Zero*>(scales.data + parts.width * kGroups)};
-  if constexpr (kScaled) {
-    scales.template copy<kGroups, q.scale.group, q.scale.column>(
-        columns, c, parts.width, [&](int g, int column) { return columns.scale_at(g, column); });
+  // Behind the sums.
+  char* const staged = reinterpret_cast<char*>(parts.at(Rows, 0, 0));
+  const StagedScales<Scale> scales{reinterpret_cast<Scale*>(staged)};
+  const StagedScales<Zero> zeros{
+      reinterpret_cast<Zero*>(staged + parts.width * kGroups * kStagedBytes<typename Columns::ScaleElement>)};
+  if constexpr (kStages) {
+    if constexpr (kScales)
+      scales.template copy<kGroups, q.scale.group, q.scale.column>(
+          columns, c, parts.width, [&](int g, int column) { return columns.scale_at(g, column); });
     if constexpr (kZeros)
       zeros.template copy<kGroups, q.zero.group, q.zero.column>(
           columns, c, parts.width, [&](int g, int column) { return columns.zero_at(g, column); });
@@ -170,11 +174,10 @@ ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int r0, int rows, int
       }
     }
   };
-  // A decoded weight is kUnit * (weight + kRaised), to which a zero is added: the multiple of its row's sum that is
-  // left over.
+  // A raised weight is kUnit * (weight + kRaised). The surplus and a zero are multiples of the row's sum.
   constexpr float kUnit = Words::kRaisedUnit, kRaised = Words::kRaised;
   if (kAhead) load_rows(0);
-  if constexpr (kScaled) {
+  if constexpr (kStages) {
     wait_copies<0>();
     sync();
   }
@@ -195,7 +198,9 @@ ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int r0, int rows, int
     }
     if (kAhead && pass + 1 < split.passes) load_rows(pass + 1);
     float* to = parts.at(lane % 4 * 2, slice, group * kDequantColumns + my_line);
-    int scale_at = (group * kDequantColumns + my_line) * kGroups + (slice * kDequantSlice + pass * kStride) / q.group;
+    // Slices behind the depth, whose sums are 0, take the last group's.
+    const int of = least((slice * kDequantSlice + pass * kStride) / static_cast<int>(q.group), kGroups - 1);
+    int scale_at = (group * kDequantColumns + my_line) * kGroups + of;
     ARK_ROLLED for (int batch = 0; batch < batches; ++batch) {
       stream.advance();
       float sums[kSums][kBlocks][4] = {};
@@ -221,15 +226,14 @@ ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int r0, int rows, int
           ARK_UNROLL for (int i = 0; i < 4; ++i) sums[0][half][i] += sums[k][half][i];
       ARK_UNROLL for (int octet = 0; octet < kOctets; ++octet) {
         float scale = 1 / kUnit, zero = 0;
-        if constexpr (kScaled) scale = load_one(scales.data + scale_at + octet * 8 * kGroups) / kUnit;
+        if constexpr (kScales) scale = load_one(scales.data + scale_at + octet * 8 * kGroups) / kUnit;
         if constexpr (kZeros) zero = static_cast<float>(load_one(zeros.data + scale_at + octet * 8 * kGroups));
         const float too_much = kUnit * (kRaised + (q.zero_after ? 0 : zero));
         ARK_UNROLL for (int half = 0; half < kBlocks; ++half) ARK_UNROLL for (int i = 0; i < 2; ++i) {
           if (half * 8 + lane % 4 * 2 + i >= Rows) continue;
           float sum = sums[0][half][octet * 2 + i];
-          if constexpr (kRowSums)
-            sum = fused(-too_much, of_rows[half][i], sum);
-          if constexpr (kScaled || Words::kRaisedUnit != 1) sum *= scale;
+          if constexpr (kRowSums) sum = fused(-too_much, of_rows[half][i], sum);
+          if constexpr (kScales || Words::kRaisedUnit != 1) sum *= scale;
           if constexpr (kZeros && q.zero_after) sum = fused(zero, of_rows[half][i], sum);
           float* const mine = to + (half * 8 + i) * parts.line_words + octet * 8;
           *mine = pass == 0 ? sum : *mine + sum;

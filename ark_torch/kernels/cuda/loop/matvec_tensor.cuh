@@ -55,11 +55,8 @@ ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const Col
     ARK_UNROLL for (int o = 0; o < kOctets; ++o) {
       const int column = c + (next.batch * split.groups + group) * kTogether + o * 8;
       const bool first = Columns::kOne && o > 0;  // octets of one product are consecutive
-      next.left[o] = first                     ? next.left[0] - o * 8
-                     : next.pass < split.passes ? columns.left(column) - my_line
-                                                : 0;
-      next.from[o] = first ? next.from[0] + o * 8 * s.b_column
-                           : columns.from(column) + my_line * s.b_column + next.d;
+      next.left[o] = first ? next.left[0] - o * 8 : next.pass < split.passes ? columns.left(column) - my_line : 0;
+      next.from[o] = first ? next.from[0] + o * 8 * s.b_column : columns.from(column) + my_line * s.b_column + next.d;
     }
   };
   Chunk ring[kOctets][kTensorParts] = {};

@@ -1,8 +1,9 @@
 // Products of few rows that share their rows: a tile takes columns of each, and all of them pass as one run, so that
 // memory keeps streaming from one product's columns to the next's.
 //
-// Columns are numbered consecutively. Each product's start at a multiple of what a warp takes together, so that these
-// belong to one product; padding is not loaded. A column's sum has the same order as in the product alone.
+// Columns are numbered consecutively. Each product's start at a multiple of what a warp takes together, or of an octet
+// on tensor cores, so that these belong to one product; padding is not loaded. A column's sum has the same order as in
+// the product alone.
 #pragma once
 
 #include "cuda/loop/matmul.cuh"
@@ -45,7 +46,7 @@ struct Runs {
 template <int kTogether, class First, class... Rest>
 struct Runs<kTogether, First, Rest...> {
   using Element = typename First::Element;
-  static constexpr bool kOne = sizeof...(Rest) == 0;
+  static constexpr bool kOne = sizeof...(Rest) == 0;  // all columns are of one product
   static constexpr Product s = First::kProduct;
 
   const First first;

@@ -40,6 +40,7 @@ enum class Batch {
   of_three,
   turned,          // rotary embeddings, by halves
   as_they_are,     // keys are copied without rotation
+  two_heads_each,  // for a worker
   one_at_a_time,   // too much for shared memory: a task keeps what it makes of one head
   half_a_buffer,   // the same, but the queries are the first half of a buffer
   own_places,      // every sequence is at another position
@@ -95,6 +96,7 @@ Decoding batch_of(Batch one) {
   const bool large = one == Batch::one_at_a_time || one == Batch::half_a_buffer;
   const int64_t batch = one == Batch::half_a_buffer    ? 4
                         : large                        ? 4
+                        : one == Batch::two_heads_each ? 8
                         : one == Batch::too_many_heads ? 17
                                                        : 3,
                 positions = large ? 40 : 300;
@@ -171,8 +173,9 @@ TEST(AppendedPositions, ByTheTasksThatLookAtThem) {
 }
 
 TEST(AppendedPositions, OfABatch) {
-  for (const Batch one : {Batch::of_three, Batch::turned, Batch::as_they_are, Batch::one_at_a_time,
-                          Batch::half_a_buffer, Batch::own_places, Batch::own_masks, Batch::too_many_heads}) {
+  for (const Batch one :
+       {Batch::of_three, Batch::turned, Batch::as_they_are, Batch::two_heads_each, Batch::one_at_a_time,
+        Batch::half_a_buffer, Batch::own_places, Batch::own_masks, Batch::too_many_heads}) {
     const auto name = static_cast<int>(one);
     const bool wanted = one <= Batch::one_at_a_time;
     for (const double place : {0.0, 39.0, 255.0, 299.0}) {
