@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <mutex>
@@ -16,6 +17,9 @@ namespace ark::test {
 class LoneThread {
  public:
   using Clock = std::chrono::steady_clock;
+  // Of waiting, from which on a lane probes; for tests that count requests.
+  static inline std::atomic<uint64_t> probes_after_ns = device::kProbeAfter;
+
   LoneThread(device::GroupStatus* status, std::chrono::nanoseconds limit) : status_(status), limit_(limit) {}
 
   bool over(int peer, uint64_t awaited) {
@@ -32,7 +36,7 @@ class LoneThread {
   }
   bool waits_long() {
     const auto now = Clock::now();
-    if (now - std::max(began_, probed_) < std::chrono::nanoseconds(device::kProbeAfter)) return false;
+    if (now - std::max(began_, probed_) < std::chrono::nanoseconds(probes_after_ns.load())) return false;
     probed_ = now;
     return true;
   }
