@@ -86,9 +86,11 @@ def test_killed_rank_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     dumps = _check_files(tmp_path, [0, 1])
     for dump in dumps.values():
         (failure,) = dump.failures
-        assert failure.peer == VICTIM and failure.sequence == 3 and failure.peers[VICTIM].lost
+        assert failure.peer == VICTIM and failure.sequence == 3
         states = [operation.state for operation in dump.operations if operation.sequence <= 3]
         assert states == ["completed", "completed", "failed"]
+    # A rank that hears of it from another one may write its record before it notices by itself.
+    assert any(dump.failures[0].peers[VICTIM].lost for dump in dumps.values())
     assert flight.main(["show", str(tmp_path)]) == 1
     assert f"failed because of rank {VICTIM}" in capsys.readouterr().out
     output = analyse(tmp_path)
