@@ -26,17 +26,14 @@ const MatmulStage* mergeable(const Graph& graph, const Stage& stage) {
   return b.strides[b.shape.size() - 2] == 1 ? product : nullptr;
 }
 
-// Whether both use the same encoding. Their scales may be at different places, but a column's are adjacent in both or
-// in neither: they are copied together (coded_columns.cuh).
+// Whether both use the same encoding. Their scales may be at different places.
 bool coded_alike(const Graph& graph, const Codes& one, const Codes& other) {
-  const auto alike = [&](int a, int b) {
-    if (a < 0 || b < 0) return a < 0 && b < 0;
-    const Value &x = graph.values()[a], &y = graph.values()[b];
-    return x.type == y.type && (x.strides[0] == 1) == (y.strides[0] == 1);
+  const auto same_type = [&](int a, int b) {
+    return (a < 0) == (b < 0) && (a < 0 || graph.values()[a].type == graph.values()[b].type);
   };
   return one.bits == other.bits && one.is_signed == other.is_signed && one.high_first == other.high_first &&
          one.offset == other.offset && one.zero_after == other.zero_after && one.group == other.group &&
-         alike(one.scale, other.scale) && alike(one.zero, other.zero);
+         same_type(one.scale, other.scale) && same_type(one.zero, other.zero);
 }
 
 // Whether the same kernel code reads both.

@@ -11,17 +11,6 @@ namespace ark::compiler {
 
 namespace {
 
-// Bytes of a column's scales and zeros, which are staged in the workspace.
-int64_t staged_bytes(const Graph& graph, const MatmulStage& product) {
-  int64_t bytes = 0;
-  for (const int of : {product.codes.scale, product.codes.zero}) {
-    if (of < 0) continue;
-    const Value& value = graph.values()[static_cast<size_t>(of)];
-    bytes += value.shape[0] * size_of(value.type);
-  }
-  return bytes;
-}
-
 // Whether the stage's kernel uses all of the workspace, for larger tiles or for sorting. Products of few rows
 // (cuda/loop/lanes.cuh) can take turns in less.
 bool takes_all(const Graph& graph, const Stage& stage) {
@@ -29,8 +18,7 @@ bool takes_all(const Graph& graph, const Stage& stage) {
   for (const MatmulStage& product : matmuls_of(stage)) {
     // kFewRows of matmul.cuh; with quantized weights, the rows whose sums leave room for columns
     const int64_t few = product.codes.bits != 0 ? 8 : 2 * size_of(graph.values()[static_cast<size_t>(product.b)].type);
-    constexpr int64_t kMostStaged = 1024;  // of a column; leaves room for a batch of them
-    if (product.m > few || staged_bytes(graph, product) > kMostStaged) return true;
+    if (product.m > few) return true;
   }
   if (const AttentionStage* attention = attention_of(stage)) {
     const Value &q = graph.values()[static_cast<size_t>(attention->q)],

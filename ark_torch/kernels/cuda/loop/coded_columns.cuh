@@ -6,8 +6,6 @@
 
 namespace ark::loop {
 
-inline constexpr int kDequantColumns = 16;  // columns per warp: the tensor core's lines
-
 // Columns [c0, c1) of a product. Addresses of operands are loaded where they are used (Later of task.cuh).
 template <Product kShape, Codes kCodes, class BAt, class ScaleAt, class ZeroAt, class OutAt, class BiasAt>
 struct CodedShare {
@@ -24,23 +22,18 @@ struct CodedShare {
   int c0, c1;
 
   ARK_LOOP const Element* column(int c) const { return now(b) + c * kProduct.b_column; }
-  ARK_LOOP const ScaleElement* scale_at(int g, int c) const {
-    return now(scales) + g * static_cast<int64_t>(q.scale.group) + c * static_cast<int64_t>(q.scale.column);
-  }
-  ARK_LOOP const ZeroElement* zero_at(int g, int c) const {
-    return now(zeros) + g * static_cast<int64_t>(q.zero.group) + c * static_cast<int64_t>(q.zero.column);
-  }
   ARK_LOOP float scale(int g, int c) const {
     if constexpr (kSame<ScaleElement, NoScale>)
       return 1;
     else
-      return load_one(scale_at(g, c));
+      return load_one(now(scales) + g * static_cast<int64_t>(q.scale.group) + c * static_cast<int64_t>(q.scale.column));
   }
   ARK_LOOP float zero(int g, int c) const {
     if constexpr (kSame<ZeroElement, NoScale>)
       return 0;
     else
-      return static_cast<float>(load_one(zero_at(g, c)));
+      return static_cast<float>(
+          load_one(now(zeros) + g * static_cast<int64_t>(q.zero.group) + c * static_cast<int64_t>(q.zero.column)));
   }
   // A copy from which the compiler cannot precompute anything, as Parts::anew().
   ARK_LOOP CodedShare anew() const {
@@ -58,8 +51,7 @@ ARK_LOOP CodedShare<kShape, kCodes, BAt, ScaleAt, ZeroAt, OutAt, BiasAt> coded_s
   return {b, scales, zeros, out, bias, static_cast<int>(c0), static_cast<int>(c1)};
 }
 
-// The columns of the shares, numbered from `begin` for the first one, and from a multiple of kDequantColumns for each
-// later one.
+// The columns of the shares, numbered from `begin` for the first one, and from a multiple of eight for each later one.
 template <class... Shares>
 struct CodedRuns {
   const int total;
@@ -69,10 +61,8 @@ struct CodedRuns {
 template <class First, class... Rest>
 struct CodedRuns<First, Rest...> {
   using Element = typename First::Element;
-  using ScaleElement = typename First::ScaleElement;
   using ZeroElement = typename First::ZeroElement;
   static constexpr Product s = First::kProduct;
-  static constexpr Codes q = First::q;
   static constexpr bool kLast = sizeof...(Rest) == 0;
 
   const First first;
@@ -84,7 +74,7 @@ struct CodedRuns<First, Rest...> {
       : first(first), begin(begin), rest(padded(begin, first), others...), total(kLast ? past() : rest.total) {}
 
   static ARK_LOOP int padded(int begin, const First& of) {
-    return begin + static_cast<int>(in_wholes(of.c1 - of.c0, kDequantColumns)) * kDequantColumns;
+    return begin + static_cast<int>(in_wholes(of.c1 - of.c0, 8)) * 8;
   }
   ARK_LOOP int past() const { return begin + first.c1 - first.c0; }
   ARK_LOOP bool mine(int c) const { return kLast || c < padded(begin, first); }
@@ -100,15 +90,15 @@ struct CodedRuns<First, Rest...> {
       if (!mine(c)) return rest.left(c);
     return past() - c;
   }
-  ARK_LOOP const ScaleElement* scale_at(int g, int c) const {
+  ARK_LOOP float scale(int g, int c) const {
     if constexpr (!kLast)
-      if (!mine(c)) return rest.scale_at(g, c);
-    return first.scale_at(g, own(c));
+      if (!mine(c)) return rest.scale(g, c);
+    return first.scale(g, own(c));
   }
-  ARK_LOOP const ZeroElement* zero_at(int g, int c) const {
+  ARK_LOOP float zero(int g, int c) const {
     if constexpr (!kLast)
-      if (!mine(c)) return rest.zero_at(g, c);
-    return first.zero_at(g, own(c));
+      if (!mine(c)) return rest.zero(g, c);
+    return first.zero(g, own(c));
   }
   // kScale: the scale was not applied to parts of the sum, so it is applied here.
   template <bool kScale>
@@ -118,35 +108,6 @@ struct CodedRuns<First, Rest...> {
     if (c >= past()) return;
     if constexpr (kScale) sum *= first.scale(0, own(c));
     finish_one(s, now(first.out) + row * s.out_row, now(first.bias), row, own(c), sum);
-  }
-};
-
-// Bytes in shared memory of a group's scale or zero.
-template <class T>
-inline constexpr int kStagedBytes = kSame<T, NoScale> ? 0 : static_cast<int>(sizeof(Plain<T>));
-
-// Scales or zeros of columns, in shared memory as they are in memory: all groups of a column, then the next column's.
-template <class T>
-struct StagedScales {
-  T* data;
-
-  // Begins to copy those of columns [c, c + count) of the runs; called by all threads. `at`: their address by group and
-  // column. kGroupStride, kColumnStride: in elements, of the first share; where groups are adjacent, they are in all.
-  template <int kGroups, int kGroupStride, int64_t kColumnStride, class Columns, class At>
-  ARK_LOOP void copy(const Columns& columns, int c, int count, At at) const {
-    constexpr int kEach = 16 / sizeof(T);
-    constexpr bool kChunks = kGroupStride == 1 && kGroups % kEach == 0 && kColumnStride % kEach == 0;
-    constexpr int kTogether = kChunks ? kEach : 1, kItems = kGroups / kTogether;  // of a column
-    ARK_ROLLED for (int i = thread_anew(); i < count * kItems; i += kThreads) {
-      const int column = i / kItems, g = i % kItems * kTogether;
-      if (columns.left(c + column) <= 0) continue;
-      const auto* const from = at(g, c + column);
-      T* const to = data + column * kGroups + g;
-      if (kChunks && is_aligned(from, 16))
-        copy_16(shared_address(to), from);
-      else
-        ARK_UNROLL for (int e = 0; e < kTogether; ++e) to[e] = load_bytes<T>(from + e * kGroupStride);
-    }
   }
 };
 

@@ -36,29 +36,21 @@ ARK_LOOP void dequant_plain(const A* a, const Share& share, int r0, int rows) {
   }
 }
 
-template <int64_t kRows, class First>
-ARK_LOOP constexpr bool dequants_runs() {
-  if constexpr (kRows <= kTensorRows && kDequantsByTensor<First::kProduct, First::q>)
-    return most_coded_columns<kRows, First>() > 0;
-  else
-    return false;
-}
-// Whether tensor cores take half-type rows: as many as fit them, with codes and scales as they need.
-template <int64_t kRows, class First>
-inline constexpr bool kDequantsRuns = dequants_runs<kRows, First>();
-
-// All kRows rows of a.
+// All kRows rows of a, at most as many as fit a tensor core.
 template <int kRows, class AAt, class First, class... Rest>
 ARK_LOOP void dequant_runs(AAt a, const First& first, const Rest&... rest) {
   constexpr Product s = First::kProduct;
+  constexpr Codes q = First::q;
   constexpr DepthSplit split = split_k(s.depth, kDequantSlice);
-  constexpr int kMost = most_coded_columns<kRows, First>();
+  static_assert(kWorkspaceBytes / 4 / kRows - 8 >= split.slices * split.groups * kDequantColumns);
   const auto runs = [&] { return CodedRuns<First, Rest...>(0, first.anew(), rest.anew()...); };
-  in_slices<kRows, kMost>(
+  in_slices<kRows>(
       kRows, 1, 0, runs().total, split.slices, split.groups * kDequantColumns,
-      [&](int, int, int c, int batches, Parts parts) { dequant_parts<kRows>(a, runs(), 0, kRows, c, batches, parts); },
+      [&](int, int, int c, int batches, Parts parts) {
+        dequant_parts<kRows, s, q>(a, runs(), 0, kRows, c, batches, parts);
+      },
       [&](int row, int c, float sum) {
-        runs().template finish<kScaledLast<s, First::q, typename First::ZeroElement>>(row, c, sum);
+        runs().template finish<kScaledLast<s, q, typename First::ZeroElement>>(row, c, sum);
       });
 }
 
@@ -66,8 +58,9 @@ ARK_LOOP void dequant_runs(AAt a, const First& first, const Rest&... rest) {
 template <int64_t kRows, class AAt, class First, class... Rest>
 ARK_LOOP void dequant_products(AAt a, const First& first, const Rest&... rest) {
   using A = typename Pointee<AAt>::Type;
+  constexpr bool kTensor = kIsHalf<A> && kDequantsByTensor<First::kProduct, First::q>;
   static_assert((kSame<typename First::Element, typename Rest::Element> && ...));
-  if constexpr (kIsHalf<A> && kDequantsRuns<kRows, First>) {
+  if constexpr (kTensor && kRows <= kTensorRows) {
     dequant_runs<kRows>(a, first, rest...);
   } else {
     ARK_ROLLED for (int r = 0; r < kRows; r += kTensorRows) {
