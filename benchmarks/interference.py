@@ -34,7 +34,7 @@ from interference_contenders import (
 from interference_streams import Bench, Run  # noqa: F401  (Run: what Bench.run returns)
 from on_gpus import MB, Rank, Row
 
-OPERATIONS = ("all_reduce", "all_gather")
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter")
 CHOICES = (*OPERATIONS, "all_gather_in_place")  # as in FSDP: each rank's part is already in its place
 
 

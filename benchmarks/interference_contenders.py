@@ -33,11 +33,14 @@ class Contender:
         self.name, self.rank, self.group, self.operation, self.count = name, rank, group, operation, count
         self.pool: Any = None
         in_place = operation == "all_gather_in_place"
-        part = count // rank.ranks if operation == "all_gather" or (in_place and name == "symm") else 0
+        two_sides = operation in ("all_gather", "reduce_scatter") or (in_place and name == "symm")
+        part = count // rank.ranks if two_sides else 0
         if in_place and not part:
             self.whole = self.allocate(count)
             self.part = self.whole.chunk(rank.ranks)[rank.rank]
-        elif name == "symm" and part:  # allocates its own result
+        elif name == "symm" and operation == "reduce_scatter":  # allocates its own result
+            self.whole, self.part = self.allocate(count), torch.empty(part, dtype=torch.bfloat16, device=rank.device)
+        elif name == "symm" and part:  # the same
             self.whole, self.part = torch.empty(0, dtype=torch.bfloat16, device=rank.device), self.allocate(part)
         else:
             both = self.allocate(count + part)  # one piece, so that one window covers all of it
@@ -77,39 +80,52 @@ class Contender:
             name = group.group_name
             if self.operation == "all_reduce":
                 return lambda: torch.ops.symm_mem.two_shot_all_reduce_(whole, "sum", name)
+            if self.operation == "reduce_scatter":
+                return self.low_contention_reduce_scatter
             return self.low_contention_all_gather
         if self.operation == "all_reduce":
             return lambda: dist.all_reduce(whole, group=group)
+        if self.operation == "reduce_scatter":
+            return lambda: dist.reduce_scatter_tensor(part, whole, group=group)
         return lambda: dist.all_gather_into_tensor(whole, part, group=group)
 
     def low_contention_all_gather(self) -> None:
         result = torch.ops.symm_mem._low_contention_all_gather(self.part, self.group.group_name)
         self.whole = torch.ops._c10d_functional.wait_tensor(result)
 
+    def low_contention_reduce_scatter(self) -> None:
+        result = torch.ops.symm_mem._low_contention_reduce_scatter(self.whole, "sum", self.group.group_name)
+        self.part = torch.ops._c10d_functional.wait_tensor(result)
+
     def renew(self) -> None:
-        if self.operation == "all_reduce":
+        if self.operation in ("all_reduce", "reduce_scatter"):
             self.whole.copy_(self.rank.random(self.count, scale=SMALLEST))
+            if self.operation == "reduce_scatter":
+                self.part.fill_(float("nan"))
         else:
             self.whole.fill_(float("nan"))
             self.part.copy_(self.rank.random(self.part.numel()))
 
     def wrong(self, calls: int) -> int:
         """Counts elements that differ from the expected result of that many calls on renewed tensors."""
-        if self.operation != "all_reduce":
+        if self.operation not in ("all_reduce", "reduce_scatter"):
             parts = [self.rank.random(self.part.numel(), source=r) for r in range(self.rank.ranks)]
             return int((self.whole.view(torch.int16) != torch.cat(parts).view(torch.int16)).sum())
         ranks = self.rank.ranks
         total = self.rank.random(self.count, source=0, scale=SMALLEST).float()
         for r in range(1, ranks):
             total += self.rank.random(self.count, source=r, scale=SMALLEST).float()
+        got = self.whole
+        if self.operation == "reduce_scatter":  # every call gives the same
+            got, total, calls = self.part, total.chunk(ranks)[self.rank.rank], 1
         grown = float(ranks) ** (calls - 1)
         expected = (total.to(torch.bfloat16).double() * grown).to(torch.bfloat16)
         exact = ranks & (ranks - 1) == 0 and (ranks == 2 or self.name.startswith("ark"))
         if exact:
-            return int((self.whole.view(torch.int16) != expected.view(torch.int16)).sum())
+            return int((got.view(torch.int16) != expected.view(torch.int16)).sum())
         # Rivals add in other orders: allow one rounding error of the largest partial sum per call.
         allowed = ranks * SMALLEST * grown * (2**-6 if ranks & (ranks - 1) == 0 else 2**-6 * calls)
-        return int(((self.whole.float() - expected.float()).abs() > allowed).sum())
+        return int(((got.float() - expected.float()).abs() > allowed).sum())
 
     def close(self) -> None:
         if self.pool is not None:
