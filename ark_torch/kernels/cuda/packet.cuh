@@ -122,10 +122,15 @@ __device__ __forceinline__ void store_unit(void* buffer, uint64 unit, uint64 byt
 }
 
 // For a kernel launched to overlap the end of the previous one (LaunchMode::overlapped): waits until that one is over
-// and its writes are visible, then releases the next one. In this order, at most one kernel waits.
-__device__ __forceinline__ void begin_kernel() {
+// and its writes are visible. begin_kernel() then releases the next one; in this order, at most one kernel waits.
+__device__ __forceinline__ void await_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void begin_kernel() {
+  await_previous_kernel();
+#if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }

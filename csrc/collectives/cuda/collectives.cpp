@@ -11,6 +11,7 @@
 #include "cuda/bulk_move.cuh"
 #include "cuda/bulk_two_shot.cuh"
 #include "cuda/relay.cuh"
+#include "cuda/rendezvous.cuh"
 
 namespace ark {
 
@@ -176,11 +177,22 @@ struct CudaCommunicator::Launch {
         launch_move(set, params);
     }
   }
-  // Messages of `bytes` each, which both ends know.
-  void move_equal(const RingSet& set, const device::MoveParams& whole, uint64_t bytes) const {
-    move(set, whole,
-         &set == &layout.transfers ? bulk_rings(bytes, dispatch.bulk_send_from, dispatch.step_send_from)
-                                   : bulk_rings(bytes, dispatch.bulk_move_from, dispatch.step_move_from));
+  // A message of `bytes` to or from a peer, which both ends know.
+  void transfer(const device::MoveParams& message, uint64_t bytes, int peer) const {
+    if (peer != rank && bytes >= dispatch.rendezvous_from) {
+      device::RendezvousParams params{};
+      params.rings = rings(layout.transfers, 1);
+      params.peer = peer;
+      params.sends = message.send_bytes[peer] != 0 ? 1 : 0;
+      const jit::Kernel& meeting = group.kernel(GroupKernel::rendezvous, RuleKind::any);
+      const CurrentContext context(meeting.device);
+      jit::launch(meeting, {1}, {32}, 0, stream_of(operation), params, jit::LaunchMode::overlapped);
+    }
+    move(layout.transfers, message, bulk_rings(bytes, dispatch.bulk_send_from, dispatch.step_send_from));
+  }
+  // Messages of `bytes` each, which all ranks know.
+  void move_equal(const device::MoveParams& whole, uint64_t bytes) const {
+    move(layout.collectives, whole, bulk_rings(bytes, dispatch.bulk_move_from, dispatch.step_move_from));
   }
 
   // Broadcasts by letting the receivers pass parts to each other, for more than two ranks.
@@ -357,7 +369,7 @@ void CudaCommunicator::all_gather(const Operation& operation, const void* in, vo
     params.receive[r] = outs[r];
     params.send_bytes[r] = params.receive_bytes[r] = bytes;
   }
-  Launch{*this, operation}.move_equal(layout_.collectives, params, bytes);
+  Launch{*this, operation}.move_equal(params, bytes);
 }
 
 void CudaCommunicator::broadcast(const Operation& operation, void* data, size_t bytes) {
@@ -377,7 +389,7 @@ void CudaCommunicator::broadcast(const Operation& operation, void* data, size_t 
     params.receive[root] = data;
     params.receive_bytes[root] = bytes;
   }
-  Launch{*this, operation}.move_equal(layout_.collectives, params, bytes);
+  Launch{*this, operation}.move_equal(params, bytes);
 }
 
 void CudaCommunicator::gather(const Operation& operation, const void* in, void* const* outs, size_t bytes) {
@@ -390,7 +402,7 @@ void CudaCommunicator::gather(const Operation& operation, const void* in, void* 
     params.receive[r] = outs[r];
     params.receive_bytes[r] = bytes;
   }
-  Launch{*this, operation}.move_equal(layout_.collectives, params, bytes);
+  Launch{*this, operation}.move_equal(params, bytes);
 }
 
 void CudaCommunicator::scatter(const Operation& operation, const void* const* ins, void* out, size_t bytes) {
@@ -403,7 +415,7 @@ void CudaCommunicator::scatter(const Operation& operation, const void* const* in
     params.send[r] = ins[r];
     params.send_bytes[r] = bytes;
   }
-  Launch{*this, operation}.move_equal(layout_.collectives, params, bytes);
+  Launch{*this, operation}.move_equal(params, bytes);
 }
 
 void CudaCommunicator::all_to_all(const Operation& operation, const Bytes* ins, const MutableBytes* outs) {
@@ -429,7 +441,7 @@ void CudaCommunicator::send(const Operation& operation, const void* data, size_t
   device::MoveParams params{};
   params.send[peer] = data;
   params.send_bytes[peer] = bytes;
-  Launch{*this, operation}.move_equal(layout_.transfers, params, bytes);
+  Launch{*this, operation}.transfer(params, bytes, peer);
 }
 
 void CudaCommunicator::recv(const Operation& operation, void* data, size_t bytes, int peer) {
@@ -437,7 +449,7 @@ void CudaCommunicator::recv(const Operation& operation, void* data, size_t bytes
   device::MoveParams params{};
   params.receive[peer] = data;
   params.receive_bytes[peer] = bytes;
-  Launch{*this, operation}.move_equal(layout_.transfers, params, bytes);
+  Launch{*this, operation}.transfer(params, bytes, peer);
 }
 
 }  // namespace ark

@@ -24,7 +24,8 @@ CudaDispatch CudaDispatch::measured(int ranks) {
   if (ranks <= 2) {
     made.one_shot_to = 512 << 10;
     made.part_bytes = 64 << 20;
-    made.bulk_from = 24 << 20;
+    made.bulk_from = 32 << 20;
+    made.ring_blocks = 32;
     made.copy_engine_from = 24 << 20;
     made.in_line_to = 64 << 20;
     made.all_gather_engine_from = 64 << 20;

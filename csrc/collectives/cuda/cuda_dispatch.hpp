@@ -18,8 +18,19 @@
 namespace ark {
 
 // The kernels of a group's collectives; each is a row of the table in stubs.cpp.
-enum class GroupKernel : uint8_t { move, relay, one_shot, add, lines, chunks, bulk, bulk_move, bulk_transfer };
-inline constexpr int kGroupKernels = 9;
+enum class GroupKernel : uint8_t {
+  move,
+  rendezvous,
+  relay,
+  one_shot,
+  add,
+  lines,
+  chunks,
+  bulk,
+  bulk_move,
+  bulk_transfer
+};
+inline constexpr int kGroupKernels = 10;
 
 // How to use peers' memory (ARK_DISABLE_P2P).
 enum class PeerAccess : uint8_t {
@@ -41,6 +52,8 @@ struct CudaDispatch {
   uint64_t bulk_move_from = kNever;  // messages of all_gather, gather, scatter and broadcast: the same
   uint64_t bulk_send_from = kNever;  // messages of send and recv: the same
   uint64_t ring_blocks = 16;         // blocks of the bulk rings
+  // Messages of send and recv: the two ranks wait for each other by one block before all blocks of the rings start.
+  uint64_t rendezvous_from = 2 << 20;
 
   // In a training step that all ranks capture together (Operation::captured_step), bulk rings of their own carry these
   // sizes, before copy engines and whatever is above. A launch there waits for its peer beside computation, so few
@@ -128,6 +141,7 @@ inline constexpr CudaDispatchField kCudaDispatchFields[] = {
     {"bulk_move_from", &CudaDispatch::bulk_move_from, kNeverTaken, {100'000, 64 << 10}},
     {"bulk_send_from", &CudaDispatch::bulk_send_from, kNeverTaken, {100'000, 64 << 10}},
     {"ring_blocks", &CudaDispatch::ring_blocks, {}, {3, 0}},
+    {"rendezvous_from", &CudaDispatch::rendezvous_from, kNeverTaken, {1, 16 << 10}},
     {"step_all_reduce_from", &CudaDispatch::step_all_reduce_from, kNeverTaken},
     {"step_reduce_scatter_from", &CudaDispatch::step_reduce_scatter_from, kNeverTaken},
     {"step_move_from", &CudaDispatch::step_move_from, kNeverTaken},

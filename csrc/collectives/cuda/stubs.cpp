@@ -10,6 +10,7 @@
 #include "cuda/compressed_codes.cuh"
 #include "cuda/peer_test.cuh"
 #include "cuda/relay.cuh"
+#include "cuda/rendezvous.cuh"
 #include "cuda/two_shot.cuh"
 #include "jit/probe.hpp"
 
@@ -35,6 +36,11 @@ std::string made_of(RuleKind rule) {
 std::string entry(const std::string& name, int threads, const std::string& params, const std::string& call) {
   return "extern \"C\" __global__ void __launch_bounds__(" + std::to_string(threads) + ") " + name +
          "(\n    const __grid_constant__ ark::device::" + params + " p) {\n  ark::device::" + call + ";\n}\n";
+}
+
+std::string move_stub(RuleKind, int, int) {
+  return "#include \"cuda/move.cuh\"\n#include \"cuda/rendezvous.cuh\"\n" +
+         entry("move", 480, "MoveParams", "move(p)") + entry("rendezvous", 32, "RendezvousParams", "rendezvous(p)");
 }
 
 std::string reduce_stub(RuleKind rule, int ranks, int rank) {
@@ -76,9 +82,8 @@ struct GroupRow {
 };
 
 constexpr GroupRow kGroup[] = {
-    {GroupKernel::move, "move", "move",
-     [](RuleKind, int, int) { return "#include \"cuda/move.cuh\"\n" + entry("move", 480, "MoveParams", "move(p)"); },
-     false},
+    {GroupKernel::move, "move", "move", move_stub, false},
+    {GroupKernel::rendezvous, nullptr, "rendezvous", move_stub, false},
     {GroupKernel::relay, "relay", "relay",
      [](RuleKind, int, int) {
        return "#include \"cuda/relay.cuh\"\n" + entry("relay", 480, "RelayParams", "relay(p)");
