@@ -158,5 +158,5 @@ def build(implementation: str, shape: Shape, device: torch.device, compiled: boo
         model = IMPLEMENTATIONS[implementation](shape)
     blocks: Iterable[nn.Module] = model.blocks  # type: ignore[assignment]
     for block in blocks if compiled else ():
-        block.forward = torch.compile(block.forward)  # so that FSDP's hooks stay outside
+        block.forward = torch.compile(block.forward, dynamic=False)  # so that FSDP's hooks stay outside
     return model

@@ -295,16 +295,21 @@ def built_in(model: str, gpus: int) -> dict[str, int]:
 
 
 def captured_steps(numbers: dict[str, int], gpus: int) -> Iterator[Row]:
-    """What few blocks carry in captured training steps alone."""
+    """What few blocks and copy engines carry in captured training steps alone."""
+    engines = numbers["step_copy_engine_from"]
     sizes = {
         name.removeprefix("step_").removesuffix("_from"): least
         for name, least in numbers.items()
-        if name.startswith("step_") and name.endswith("_from") and least != _NEVER
+        if name.startswith("step_") and name.endswith("_from") and "engine" not in name and least != _NEVER
     }
-    if gpus > 1 and sizes and numbers["step_blocks"]:
+    parts = []
+    if sizes and numbers["step_blocks"]:
         carried = ", ".join(f"{name} from {least / MIB:g} MB on" for name, least in sizes.items())
-        found = f"captured training steps on {gpus} GPUs: {numbers['step_blocks']} blocks carry {carried}"
-        yield Row("dispatch", INFO, found)
+        parts.append(f"{numbers['step_blocks']} blocks carry {carried}")
+    if engines < numbers["copy_engine_from"]:
+        parts.append(f"copy engines carry all_reduce from {engines / MIB:g} MB on")
+    if gpus > 1 and parts:
+        yield Row("dispatch", INFO, f"captured training steps on {gpus} GPUs: {', '.join(parts)}")
 
 
 def nccl_share(numbers: dict[str, int], gpus: int, fast: bool) -> Iterator[Row]:

@@ -322,9 +322,12 @@ void CudaCommunicator::all_reduce(const Operation& operation, const void* in, vo
   const bool factors = operation.descriptor.op == ReduceOp::premul_sum;  // only two_shot supports factors
   if (size_ > 1 && bytes <= std::min(dispatch_.one_shot_to, layout_.most_one_shot) && !factors)
     return Launch{*this, operation}.one_shot(in, out, bytes);
-  const bool by_engines =
-      bytes >= dispatch_.copy_engine_from && !in_step(operation, bytes, dispatch_.step_all_reduce_from);
-  if (size_ > 1 && by_engines && !factors && engine_all_reduce(operation, in, out, bytes)) return;
+  if (size_ > 1 && !factors && bytes >= std::min(dispatch_.copy_engine_from, dispatch_.step_copy_engine_from)) {
+    const bool by_engines =
+        operation.captured_step ? bytes < dispatch_.step_all_reduce_from : bytes >= dispatch_.copy_engine_from;
+    copy_engine(operation);  // for a captured step, too, during which no memory can be shared
+    if (by_engines && engine_all_reduce(operation, in, out, bytes)) return;
+  }
   const Launch launch{*this, operation};
   launch.two_shot(launch.parts_of(in, out, bytes, kAllRanks));
 }

@@ -18,18 +18,18 @@ constexpr uint64_t kPeerAccess = 3, kAnyOrder = 4, kNcclLeavesP2p = 8, kToMeasur
 
 CudaDispatch CudaDispatch::measured(int ranks) {
   // Measured on H200 (docs/measurements.md), except relay_from and more than four ranks. Large sums run alongside
-  // computation, which warp rings slow down most. So two ranks use copy engines, and bulk rings where one rank takes a
-  // sum, and four use bulk rings, then copy engines for the largest sizes.
+  // computation, which rings of all multiprocessors slow down most. So they use bulk rings, then copy engines for the
+  // largest sizes; two ranks' captured steps, which wait for no host, use copy engines sooner.
   CudaDispatch made;
   if (ranks <= 2) {
     made.one_shot_to = 512 << 10;
     made.part_bytes = 64 << 20;
     made.bulk_from = 32 << 20;
     made.ring_blocks = 32;
-    made.copy_engine_from = 24 << 20;
+    made.copy_engine_from = 128 << 20;
     made.in_line_to = 64 << 20;
     made.all_gather_engine_from = 64 << 20;
-    made.registered_all_gather_engine_from = 12 << 20;
+    made.step_copy_engine_from = 24 << 20;
     made.step_reduce_scatter_from = made.step_move_from = 1 << 20;
   } else if (ranks <= 4) {
     made.one_shot_to = 160 << 10;
@@ -76,16 +76,19 @@ CudaDispatch CudaDispatch::through_host(int ranks, bool by_nccl) const {
 }
 
 std::string CudaDispatch::step_carried() const {
-  if (step_blocks == 0) return "";
   std::string list;
   for (const auto& [name, from] : {std::pair("all_reduces", step_all_reduce_from),
                                    {"reduce_scatters", step_reduce_scatter_from},
                                    {"moves", step_move_from},
                                    {"sends", step_send_from}}) {
-    if (from == kNever) continue;
+    if (from == kNever || step_blocks == 0) continue;
     list += (list.empty() ? " carry " : ", ") + std::string(name) + " from " + std::to_string(from >> 10) + " KB on";
   }
-  return list.empty() ? "" : std::to_string(step_blocks) + " blocks" + list;
+  if (!list.empty()) list = std::to_string(step_blocks) + " blocks" + list;
+  if (step_copy_engine_from < copy_engine_from)
+    list += (list.empty() ? "" : ", ") + std::string("copy engines carry all_reduces from ") +
+            std::to_string(step_copy_engine_from >> 10) + " KB on";
+  return list;
 }
 
 void CudaDispatch::leave_step_rings() {

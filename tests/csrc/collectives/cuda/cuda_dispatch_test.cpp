@@ -140,7 +140,10 @@ TEST(CudaDispatch, OptionsOfRankZeroAreTold) {
 TEST(CudaDispatch, CapturedStepsHaveSizesOfTheirOwn) {
   constexpr uint64_t kNever = CudaDispatch::kNever;
   CudaDispatch two = CudaDispatch::measured(2);
-  EXPECT_EQ(two.step_carried(), "32 blocks carry reduce_scatters from 1024 KB on, moves from 1024 KB on");
+  const std::string blocks_carry = "32 blocks carry reduce_scatters from 1024 KB on, moves from 1024 KB on";
+  const std::string engines_carry = "copy engines carry all_reduces from 24576 KB on";
+  EXPECT_EQ(two.step_carried(), blocks_carry + ", " + engines_carry);
+  EXPECT_EQ(CudaDispatch::measured(2, {{"copy_engine_from", 24 << 20}}).step_carried(), blocks_carry);
   EXPECT_EQ(two.step_all_reduce_from, kNever) << "copy engines win there";
   EXPECT_EQ(CudaDispatch::measured(4).step_carried(), "16 blocks carry all_reduces from 1024 KB on");
   EXPECT_EQ(CudaDispatch::measured(8).step_carried(), "") << "not measured";
@@ -152,10 +155,10 @@ TEST(CudaDispatch, CapturedStepsHaveSizesOfTheirOwn) {
   EXPECT_EQ(blocks.collectives, 24u);
   EXPECT_EQ(blocks.step_results, 8u);
   EXPECT_EQ(blocks.step_transfers, 8u);
-  EXPECT_EQ(CudaDispatch::measured(2, {{"step_blocks", 0}}).step_carried(), "");
+  EXPECT_EQ(CudaDispatch::measured(2, {{"step_blocks", 0}}).step_carried(), engines_carry);
   two.leave_step_rings();
   EXPECT_EQ(bulk_blocks_of(two).step, 0u);
-  EXPECT_EQ(bulk_blocks_of(two).collectives, 16u);
+  EXPECT_EQ(bulk_blocks_of(two).collectives, 32u);
   two.leave_bulk_rings();
   EXPECT_EQ(bulk_blocks_of(two).collectives, 0u);
   EXPECT_EQ(CudaDispatch::measured(4).through_host(4, false).step_carried(), "");
