@@ -339,8 +339,8 @@ FIGURES: dict[str, Callable[[Load], str]] = {
     "fig.captured-times": lambda load: f"{_captured(load, 'nccl') / _captured(load, 'captured_ark'):.1f} times",
     "fig.captured-nccl": lambda load: f"{_captured(load, 'captured_nccl'):.1f} ms",
     "fig.captured-free": lambda load: f"{_captured(load, 'free'):.1f} ms",
-    "fig.slowdown-ark": lambda load: f"{_slowdown(load, 'ark', 64 * MB):.0%}",
-    "fig.slowdown-nccl": lambda load: f"{_slowdown(load, 'nccl', 64 * MB):.0%}",
+    "fig.slowdown-ark": lambda load: f"{_slowdown(load, 'ark', 256 * MB):.0%}",
+    "fig.slowdown-nccl": lambda load: f"{_slowdown(load, 'nccl', 256 * MB):.0%}",
     "fig.fused-less": lambda load: f"{min(_fused(load)):.0%} to {max(_fused(load)):.0%}",
     "fig.dlrm-step": lambda load: " to ".join(
         f"{of(row['faster_graph'] for row in load('dlrm_step')['rows']):.1f}" for of in (min, max)

@@ -73,8 +73,8 @@ def _gpus(results: Path) -> Iterator[Measured]:
             fitted = row["bytes"] in fit and settings is None
             if settings is not None and row["bytes"] >= settings["copy_engine_from"]:
                 settings = {**settings, "bulk_from": 1 << 62}
-            if row["ranks"] == 2:  # measured before bulk rings had sums that one rank takes
-                settings = {**(settings or {}), "bulk_from": 1 << 62}
+            if row["ranks"] == 2:  # measured before bulk rings had sums of two ranks
+                settings = {**(settings or {}), "bulk_from": 1 << 62, "copy_engine_from": 24 << 20}
             yield Measured(
                 GPU, row["operation"], row["ranks"], row["bytes"], row["graph_us"]["ark"], "cuda_collectives.json",
                 fitted, None, settings or {},

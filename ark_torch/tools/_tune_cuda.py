@@ -56,7 +56,6 @@ FIELDS = (
     Field("reduce_scatter_engine_from", False, True, LARGE, "reduce_scatter", beside=True),
     Field("bulk_move_from", False, True, LARGE, "all_gather", beside=True),
     Field("all_gather_engine_from", False, True, LARGE, "all_gather", beside=True),
-    Field("registered_all_gather_engine_from", False, True, LARGE, "all_gather", beside=True, registered=True),
     Field("broadcast_engine_from", False, False, LARGE, "broadcast", beside=True),
     Field("all_to_all_engine_from", False, True, LARGE, "all_to_all", beside=True),
     Field("landings_from", False, False, tuple(1 << power for power in range(19, 28)), "broadcast", registered=True),
@@ -71,7 +70,7 @@ FIELDS = (
 OTHERS = {
     "all_to_all_engine_from": {"broadcast_engine_from": ALWAYS},
     "bulk_from": {"copy_engine_from": NEVER},
-    "bulk_move_from": {"all_gather_engine_from": NEVER, "registered_all_gather_engine_from": NEVER},
+    "bulk_move_from": {"all_gather_engine_from": NEVER},
     "landings_from": {"broadcast_engine_from": NEVER, "relay_from": NEVER},
 }
 

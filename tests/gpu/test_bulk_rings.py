@@ -32,7 +32,7 @@ def _start(rank: Rank, blocks: int, landings_from: int = 1, **options: Any) -> t
     device = device_of(rank)
     torch.cuda.set_device(device)
     chosen = complete(ark_torch.Options())
-    never = ("copy_engine_from", "all_gather_engine_from", "registered_all_gather_engine_from", "relay_from")
+    never = ("copy_engine_from", "all_gather_engine_from", "relay_from")
     numbers = {"one_shot_to": 0, "bulk_from": 1, "bulk_move_from": 1, "bulk_send_from": 1, "ring_blocks": blocks}
     numbers |= {"landings_from": landings_from} | dict.fromkeys(never, NEVER)
     chosen.cuda_dispatch = [(8, numbers)]
@@ -143,7 +143,7 @@ def _few(rank: Rank, blocks: int) -> None:
     device = device_of(rank)
     torch.cuda.set_device(device)
     chosen = complete(ark_torch.Options())
-    never = ("copy_engine_from", "bulk_from", "all_gather_engine_from", "registered_all_gather_engine_from")
+    never = ("copy_engine_from", "bulk_from", "all_gather_engine_from")
     numbers = {"one_shot_to": 0, "chunks_from": 1 << 14, "landings_from": 1 << 17, "relay_from": 1 << 15}
     numbers |= {"move_blocks": blocks, "sum_blocks": blocks + 1} | dict.fromkeys(never, NEVER)
     chosen.cuda_dispatch = [(8, numbers)]

@@ -115,26 +115,29 @@ def test_pipeline() -> None:
     run(_pipeline)
 
 
-def _captured(rank: Rank) -> None:
+def _captured(rank: Rank, count: int) -> None:
     device = start(rank)
     world, me = rank.world_size, rank.rank
     to, source = (me + 1) % world, (me - 1) % world
     dist.all_reduce(torch.ones(1, device=device))
-    sent, got = torch.zeros(5000, device=device), torch.zeros(5000, device=device)
+    sent, got = torch.zeros(count, device=device), torch.zeros(count, device=device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, to), dist.P2POp(dist.irecv, got, source)]):
             work.wait()
         dist.all_reduce(got)
     for replay in range(6):
+        if replay % world == me:
+            busy(3)  # the others' ends of its messages wait
         sent.fill_(float(me + replay))
         graph.replay()
         expected = float(sum(r + replay for r in range(world)))
         assert got.unique().tolist() == [expected], f"replay {replay}"
 
 
-def test_captured() -> None:
-    run(_captured)
+@pytest.mark.parametrize("count", [5000, (3 << 20) + 1])  # without and with a rendezvous
+def test_captured(count: int) -> None:
+    run(_captured, count)
 
 
 def _to_oneself(rank: Rank) -> None:

@@ -12,8 +12,8 @@ namespace {
 
 bool copies(const CudaDispatch& dispatch) {
   return std::min({dispatch.copy_engine_from, dispatch.reduce_scatter_engine_from, dispatch.all_gather_engine_from,
-                   dispatch.registered_all_gather_engine_from, dispatch.broadcast_engine_from,
-                   dispatch.all_to_all_engine_from}) != CudaDispatch::kNever;
+                   dispatch.step_copy_engine_from, dispatch.broadcast_engine_from, dispatch.all_to_all_engine_from}) !=
+         CudaDispatch::kNever;
 }
 
 SymmetricMemory::Options sharing_of(const ArenaMemory::Options& options, const ArenaLayout& layout, bool on_host) {

@@ -361,10 +361,8 @@ void CudaCommunicator::reduce_scatter(const Operation& operation, const void* co
 
 void CudaCommunicator::all_gather(const Operation& operation, const void* in, void* const* outs, size_t bytes) {
   watch_.check(operation.context);
-  const uint64_t engine_from =
-      windows_.size() == 0 ? dispatch_.all_gather_engine_from
-                           : std::min(dispatch_.all_gather_engine_from, dispatch_.registered_all_gather_engine_from);
-  const bool by_engines = bytes >= engine_from && !in_step(operation, bytes, dispatch_.step_move_from);
+  const bool by_engines =
+      bytes >= dispatch_.all_gather_engine_from && !in_step(operation, bytes, dispatch_.step_move_from);
   if (size_ > 1 && by_engines && bytes != 0 && engine_all_gather(operation, in, outs, bytes)) return;
   device::MoveParams params{};
   for (int r = 0; r < size_; ++r) {

@@ -77,7 +77,6 @@ struct CudaDispatch {
   // shown a gain. `ark tune --cuda` measures each alongside computation and enables those that win on that machine.
   uint64_t reduce_scatter_engine_from = kNever;
   uint64_t all_gather_engine_from = kNever;
-  uint64_t registered_all_gather_engine_from = kNever;  // in a group that has registered memory
   uint64_t broadcast_engine_from = kNever;
   uint64_t all_to_all_engine_from = kNever;  // once another operation has created the memory
 
@@ -156,7 +155,6 @@ inline constexpr CudaDispatchField kCudaDispatchFields[] = {
     {"copy_engine_from", &CudaDispatch::copy_engine_from, kNeverTaken, {kNeverTaken, 256 << 10}},
     {"in_line_to", &CudaDispatch::in_line_to},
     {"reduce_scatter_engine_from", &CudaDispatch::reduce_scatter_engine_from, kNeverTaken, {0, 64 << 10}},
-    {"registered_all_gather_engine_from", &CudaDispatch::registered_all_gather_engine_from, kNeverTaken},
     {"all_gather_engine_from", &CudaDispatch::all_gather_engine_from, kNeverTaken, {0, 64 << 10}},
     {"broadcast_engine_from", &CudaDispatch::broadcast_engine_from, kNeverTaken, {0, 100'000}},
     {"all_to_all_engine_from", &CudaDispatch::all_to_all_engine_from, kNeverTaken, {0, 100'000}},
