@@ -25,6 +25,7 @@
 #include "cuda/loop/launch.cuh"
 #include "cuda/one_shot.cuh"
 #include "cuda/peer_test.cuh"
+#include "cuda/rendezvous.cuh"
 #include "support/between_player.hpp"
 #include "support/pretended_driver.hpp"
 
@@ -172,18 +173,18 @@ CUresult cuFuncGetParamInfo(CUfunction function, size_t, size_t* offset, size_t*
   const struct {
     const char* name;
     size_t bytes;
-  } known[] = {{"one_shot", sizeof(device::OneShotParams)},       {"move", sizeof(device::MoveParams)},
-               {"two_shot", sizeof(device::TwoShotParams)},       {"add", sizeof(device::AddParams)},
-               {"loop_kernel", sizeof(loop::Launch<1>)},          {"matmul", sizeof(device::MatmulParams)},
-               {"moe_dispatch", sizeof(device::MoeParams)},       {"moe_scatter", sizeof(device::MoeParams)},
-               {"moe_gather", sizeof(device::MoeParams)},         {"moe_settle", sizeof(device::SettleParams)},
-               {"moe_product", sizeof(device::MoeProductParams)}, {"between_move", sizeof(device::BetweenParams)},
-               {"between_add", sizeof(device::BetweenParams)},    {"between_add_wide", sizeof(device::BetweenParams)},
-               {"bulk_two_shot", sizeof(device::TwoShotParams)},  {"bulk_move", sizeof(device::MoveParams)},
-               {"bulk_transfer", sizeof(device::MoveParams)},     {"peer_test", sizeof(device::PeerTestParams)},
-               {"embedding_bag", sizeof(device::BagParams)},      {"send_gradient", sizeof(device::GradientParams)},
-               {"name_rows", sizeof(device::RowSumParams)},       {"sum_rows", sizeof(device::RowSumParams)},
-               {"sum_crowded_rows", sizeof(device::RowSumParams)}};
+  } known[] = {{"one_shot", sizeof(device::OneShotParams)},        {"move", sizeof(device::MoveParams)},
+               {"two_shot", sizeof(device::TwoShotParams)},        {"add", sizeof(device::AddParams)},
+               {"loop_kernel", sizeof(loop::Launch<1>)},           {"matmul", sizeof(device::MatmulParams)},
+               {"moe_dispatch", sizeof(device::MoeParams)},        {"moe_scatter", sizeof(device::MoeParams)},
+               {"moe_gather", sizeof(device::MoeParams)},          {"moe_settle", sizeof(device::SettleParams)},
+               {"moe_product", sizeof(device::MoeProductParams)},  {"between_move", sizeof(device::BetweenParams)},
+               {"between_add", sizeof(device::BetweenParams)},     {"between_add_wide", sizeof(device::BetweenParams)},
+               {"bulk_two_shot", sizeof(device::TwoShotParams)},   {"bulk_move", sizeof(device::MoveParams)},
+               {"bulk_transfer", sizeof(device::MoveParams)},      {"peer_test", sizeof(device::PeerTestParams)},
+               {"embedding_bag", sizeof(device::BagParams)},       {"send_gradient", sizeof(device::GradientParams)},
+               {"name_rows", sizeof(device::RowSumParams)},        {"sum_rows", sizeof(device::RowSumParams)},
+               {"sum_crowded_rows", sizeof(device::RowSumParams)}, {"rendezvous", sizeof(device::RendezvousParams)}};
   *offset = *bytes = 0;
   for (const auto& one : known)
     if (std::strcmp(one.name, reinterpret_cast<const char*>(function)) == 0) *bytes = one.bytes;
