@@ -12,8 +12,8 @@ from support.reference import make_input
 import ark_torch
 from ark_torch.distributed.group import complete
 
-ARENA = 64 << 20
-LARGE = 24 << 20  # bytes: copy engines carry two ranks' all_reduces from here
+ARENA = 80 << 20
+LARGE = 128 << 20  # bytes: copy engines carry two ranks' all_reduces from here
 
 
 def _shared(rank: Rank, limit_mb: int) -> int:

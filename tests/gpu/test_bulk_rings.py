@@ -268,6 +268,36 @@ def _steps(rank: Rank, blocks: int) -> None:
                 same(found, wanted[0].cpu(), f"{what}, eager between")
 
 
+def _engines(rank: Rank) -> None:
+    """Copy engines in captured steps alone: an eager call makes their memory, and rings carry it."""
+    device = device_of(rank)
+    torch.cuda.set_device(device)
+    chosen = complete(ark_torch.Options())
+    chosen.cuda_dispatch = [(8, {"copy_engine_from": 1 << 40, "step_copy_engine_from": 1 << 20, "step_blocks": 0})]
+    rank.init(pg_options=chosen)
+    backend = dist.group.WORLD._get_backend(device)  # type: ignore[union-attr]
+    values = make_input(torch.bfloat16, (4 << 20) + 5, rank.rank, rank.rank).to(device)
+    expected, found = values.clone(), values.clone()
+    dist.all_reduce(expected)
+    for captures in (True, False):
+        graph = torch.cuda.CUDAGraph()
+        backend._captures_step = captures
+        with torch.cuda.graph(graph):
+            dist.all_reduce(found.copy_(values))
+        backend._captures_step = False
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            graph.replay()
+            torch.cuda.synchronize()
+        ran = {event.name for event in profile.events()}
+        assert any("add" in name for name in ran) == captures, ran
+        assert any("two_shot" in name for name in ran) != captures, ran
+        same(found, expected.cpu(), f"captures {captures}")
+
+
+def test_copy_engines_in_captured_steps() -> None:
+    run(_engines, own=True)
+
+
 @pytest.mark.parametrize("blocks", [3, 32])
 def test_captured_steps(blocks: int) -> None:
     run(_steps, blocks, own=True)

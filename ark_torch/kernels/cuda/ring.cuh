@@ -66,10 +66,6 @@ struct Rings {
 struct Spread {
   uint32 lanes, rows;
 };
-// The caller cuts longer messages, with a launch per part: lanes drift apart, and over a long message they touch more
-// pages at once than address translation caches, which is much slower. Sums whose results are sent in the same launch
-// are cut sooner (CudaDispatch::part_bytes).
-inline constexpr uint64 kMostMessageBytes = uint64{128} << 20;
 template <class Protocol>
 ARK_HOST_DEVICE constexpr Spread spread_of(uint64 bytes, uint32 most_lanes) {
   const uint64 rows = (bytes + Protocol::kRowData - 1) / Protocol::kRowData;

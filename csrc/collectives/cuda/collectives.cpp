@@ -24,8 +24,14 @@ uint64_t nanoseconds_of(const OperationContext& context) {
   return std::max<int64_t>(context.timeout.count(), 1) * 1'000'000;
 }
 
+// Of a launch. Lanes drift apart over a long message, and touch more pages at once than address translation caches,
+// which is much slower; each launch costs some 10 us. More than two ranks were not measured with more.
+uint64_t most_message_bytes(int ranks) {
+  return uint64_t{ranks <= 2 ? 128u : 64u} << 20;
+}
+
 // The bytes, and their address, of a message's slice in the launch that begins at offset `at`.
-uint64_t slice(uint64_t bytes, uint64_t at, uint64_t most = device::kMostMessageBytes) {
+uint64_t slice(uint64_t bytes, uint64_t at, uint64_t most) {
   return at < bytes ? std::min(bytes - at, most) : 0;
 }
 template <class Pointer>
@@ -162,7 +168,7 @@ struct CudaCommunicator::Launch {
   void move(const RingSet& set, const device::MoveParams& whole, BulkRings bulk = nullptr) const {
     uint64_t most = 0;
     for (int r = 0; r < size; ++r) most = std::max({most, whole.send_bytes[r], whole.receive_bytes[r]});
-    const uint64_t each = bulk != nullptr && &set != &layout.transfers ? most : device::kMostMessageBytes;
+    const uint64_t each = bulk != nullptr && &set != &layout.transfers ? most : most_message_bytes(size);
     for (uint64_t at = 0; at < most; at += each) {
       device::MoveParams params = whole;
       for (int r = 0; r < size; ++r) {
@@ -179,7 +185,7 @@ struct CudaCommunicator::Launch {
   }
   // A message of `bytes` to or from a peer, which both ends know.
   void transfer(const device::MoveParams& message, uint64_t bytes, int peer) const {
-    if (peer != rank && bytes >= dispatch.rendezvous_from) {
+    if (peer != rank && bytes != 0 && bytes >= dispatch.rendezvous_from) {
       device::RendezvousParams params{};
       params.rings = rings(layout.transfers, 1);
       params.peer = peer;
@@ -282,7 +288,7 @@ struct CudaCommunicator::Launch {
       return launch_two_shot(whole, bulk);
     const uint64_t most = *std::max_element(whole.bytes, whole.bytes + size);
     // With one receiver the ranks' work is unequal and their lanes drift apart sooner, so take smaller slices.
-    const uint64_t each = whole.receivers == 0           ? device::kMostMessageBytes
+    const uint64_t each = whole.receivers == 0           ? most_message_bytes(size)
                           : whole.receivers == kAllRanks ? dispatch.part_bytes
                                                          : dispatch.part_bytes / 2;
     for (uint64_t at = 0; at < most; at += each) {

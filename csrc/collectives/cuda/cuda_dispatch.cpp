@@ -52,6 +52,9 @@ CudaDispatch CudaDispatch::measured(int ranks, const std::map<std::string, uint6
       throw Error(ErrorKind::invalid_argument, "dispatch table: cuda: unknown field '" + name + "'");
     made.*field->value = number;
   }
+  // Who measured copy engines on a machine has not measured them in captured steps.
+  if (numbers.count("copy_engine_from") != 0 && numbers.count("step_copy_engine_from") == 0)
+    made.step_copy_engine_from = CudaDispatch::kNever;
   return made;
 }
 

@@ -37,6 +37,7 @@ std::shared_ptr<CudaCommunicator> ProcessGroupArk::join_node_on(c10::Device devi
     options.dispatch =
         agree_on_dispatch(*store, plan.local(), places, options_->cuda_dispatch, cuda_limits(), options.check);
     options.dispatch->leave_step_rings();  // measured for whole groups
+    options.dispatch->step_copy_engine_from = CudaDispatch::kNever;
     return CudaCommunicator::create(plan.local(), places, store, *core_->node_health, options, why);
   } catch (const Error& error) {
     why = error.message();
