@@ -299,9 +299,9 @@ class Settings:
         "ARK_BUFFER_MB",
         "int",
         512,
-        "How many MiB of GPU memory a group may share for what copy engines carry, made by the first call of such a size "
-        "(of those that they carry in captured training steps alone, too); with less they go in smaller pieces, with 0 "
-        "not by copy engines.",
+        "How many MiB of GPU memory a group may share for what copy engines carry, made by the first call of such a "
+        "size (also of one that they carry in captured training steps alone); with less they go in smaller pieces, "
+        "with 0 not by copy engines.",
         minimum=0,
         maximum=1 << 20,
     )

@@ -21,8 +21,9 @@ def register(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> bo
     Every rank passes a contiguous CUDA tensor of the same number of bytes, allocated from `ark_torch.memory.pool()`.
     From then on any tensor in that memory, slices included, is used in place; results have the same bits either way.
     Large collectives (on two GPUs all_reduce from 128 MB, in captured training steps from 24 MB, and all_gather from 64
-    MB per rank) use copy engines, and for those all ranks must pass the same part of memory that was registered together: otherwise the group fails and names
-    a rank. As with a collective, no other thread may run collectives of the group during the call.
+    MB per rank) use copy engines, and for those all ranks must pass the same part of memory that was registered
+    together: otherwise the group fails and names a rank. As with a collective, no other thread may run collectives of
+    the group during the call.
 
     The memory stays mapped until `deregister` or the end of the group, even if the tensor is freed earlier: PyTorch may
     then reuse the memory for other tensors of the pool, but cannot return it to the device.

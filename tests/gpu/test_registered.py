@@ -90,7 +90,9 @@ def _every_operation(
 def _operations(rank: Rank, early: bool) -> None:
     device, backend = _begin(rank, early)
     world = rank.world_size
-    counts = (world * 700, world * 33333, world * (3 * MB // 2 + 8)) if early else (world * (33 if world <= 2 else 7) * MB,)
+    counts = (
+        (world * 700, world * 33333, world * (3 * MB // 2 + 8)) if early else (world * (33 if world <= 2 else 7) * MB,)
+    )
     dtype = torch.bfloat16
     most = max(counts) + 4096
     mine, other = (_pooled(most, dtype, device) for _ in range(2))
