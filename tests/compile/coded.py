@@ -58,6 +58,7 @@ FORMS: dict[str, tuple[Decode, torch.dtype, str, int]] = {
     "int8, scaled": (lambda w, s, z, t: w.to(t) * s, torch.int8, f"{EIGHT}, scale a channel", 1),
     "int8, no scale": (lambda w, s, z, t: w.to(t), torch.int8, f"{EIGHT}, no scale", 1),
     "int8, zeros": (lambda w, s, z, t: (w.to(t) - z) * s, torch.int8, f"{EIGHT}, scale a channel, and a zero", 1),
+    "int8, zeros, no scale": (lambda w, s, z, t: w.to(t) - z, torch.int8, f"{EIGHT}, no scale, and a zero", 1),
     "int8, a number": (lambda w, s, z, t: (w.to(t) + 3) * s, torch.int8, f"{EIGHT}, scale a channel", 1),
     "int8, groups": (
         lambda w, s, z, t: ((grouped(w, s).to(t) - z[:, :, None]) * s[:, :, None]).flatten(1),

@@ -158,15 +158,39 @@ def test_experts(sources: Sources, compiled: Any, kind: Any) -> None:
 @pytest.mark.by_day("sm_90a-1-bfloat16")
 @pytest.mark.changed("ark_torch/kernels/cuda/*", "csrc/compiler/emit/*")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=lambda dtype: str(dtype)[6:])
-@pytest.mark.parametrize("rows", [1, 8, 9, 16])
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16])
 def test_coded_weights(sources: Sources, compiled: Any, rows: int, dtype: torch.dtype) -> None:
-    """Every form, with several batches of columns and several passes over the depth."""
+    """Every form, with several batches of columns and several passes over the depth, which slices fill or do not."""
     # For nine rows, Ampere has too few registers for float8. That product goes to Inductor, and `explain` says so.
     forms = [name for name in coded.FORMS if (rows, sources.arch) != (9, "sm_80") or "float8" not in name]
-    products = [coded.coded(name, 2048, 4096)[0] for name in forms]
-    compiled(lambda x: [product(x) for product in products], dynamic=False, fallback=False, minimum=1)[0](
-        torch.randn(rows, 4096, dtype=dtype)
+    products = [(coded.coded(name, 2048, 4096)[0], coded.coded(name, 48, 2176)[0]) for name in forms]
+    call, _ = compiled(
+        lambda x: [one for whole, rest in products for one in (whole(x), rest(x[:, :2176]))],
+        dynamic=False,
+        fallback=False,
+        minimum=1,
     )
+    call(torch.randn(rows, 4096, dtype=dtype))
+    sources.check()
+
+
+@pytest.mark.parametrize("depth, small", [(16384, True), (32768, False), (114688, False)])
+def test_scales_of_a_column_take_room(sources: Sources, compiled: Any, depth: int, small: bool) -> None:
+    """Up to eight rows stage them in shared memory, or if it has no room for a batch of columns load them ahead."""
+    product, _ = coded.coded("int4, zeros", 48, depth)
+    compiled(product, dynamic=False, fallback=False, minimum=1)[0](torch.randn(8, depth, dtype=torch.bfloat16))
+    assert ["#define ARK_LOOP_SMALL_WORKSPACE" in source for source in sources.found] == [small]
+    sources.check()
+
+
+def test_scales_of_several_layouts(sources: Sources, compiled: Any) -> None:
+    """Products that share their rows are one stage, also where only one has a column's scales adjacent."""
+    products = [coded.coded("int4, zeros", 2112, 4096)[0] for _ in range(3)]
+    products[1].scales = products[1].scales.t().contiguous().t()
+    x = torch.randn(1, 4096, dtype=torch.bfloat16)
+    compiled(lambda x: [product(x).sin() for product in products], dynamic=False, fallback=False, minimum=1)[0](x)
+    if sources.arch == "sm_90a":
+        assert sum("int4 linear" in name for name in sources.stages()) == 1, sources.stages()
     sources.check()
 
 

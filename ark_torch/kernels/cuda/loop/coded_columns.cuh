@@ -6,6 +6,8 @@
 
 namespace ark::loop {
 
+inline constexpr int kDequantColumns = 16;  // columns per warp: the tensor core's lines
+
 // Columns [c0, c1) of a product. Addresses of operands are loaded where they are used (Later of task.cuh).
 template <Product kShape, Codes kCodes, class BAt, class ScaleAt, class ZeroAt, class OutAt, class BiasAt>
 struct CodedShare {
@@ -22,18 +24,23 @@ struct CodedShare {
   int c0, c1;
 
   ARK_LOOP const Element* column(int c) const { return now(b) + c * kProduct.b_column; }
+  ARK_LOOP const ScaleElement* scale_at(int g, int c) const {
+    return now(scales) + g * static_cast<int64_t>(q.scale.group) + c * static_cast<int64_t>(q.scale.column);
+  }
+  ARK_LOOP const ZeroElement* zero_at(int g, int c) const {
+    return now(zeros) + g * static_cast<int64_t>(q.zero.group) + c * static_cast<int64_t>(q.zero.column);
+  }
   ARK_LOOP float scale(int g, int c) const {
     if constexpr (kSame<ScaleElement, NoScale>)
       return 1;
     else
-      return load_one(now(scales) + g * static_cast<int64_t>(q.scale.group) + c * static_cast<int64_t>(q.scale.column));
+      return load_one(scale_at(g, c));
   }
   ARK_LOOP float zero(int g, int c) const {
     if constexpr (kSame<ZeroElement, NoScale>)
       return 0;
     else
-      return static_cast<float>(
-          load_one(now(zeros) + g * static_cast<int64_t>(q.zero.group) + c * static_cast<int64_t>(q.zero.column)));
+      return static_cast<float>(load_one(zero_at(g, c)));
   }
   // A copy from which the compiler cannot precompute anything, as Parts::anew().
   ARK_LOOP CodedShare anew() const {
@@ -51,9 +58,11 @@ ARK_LOOP CodedShare<kShape, kCodes, BAt, ScaleAt, ZeroAt, OutAt, BiasAt> coded_s
   return {b, scales, zeros, out, bias, static_cast<int>(c0), static_cast<int>(c1)};
 }
 
-// The columns of the shares, numbered from `begin` for the first one, and from a multiple of eight for each later one.
+// The columns of the shares, numbered from `begin` for the first one, and from a multiple of kDequantColumns for each
+// later one.
 template <class... Shares>
 struct CodedRuns {
+  static constexpr bool kScalesAdjacent = true, kZerosAdjacent = true;
   const int total;
   ARK_LOOP explicit CodedRuns(int begin) : total(begin) {}
 };
@@ -61,9 +70,14 @@ struct CodedRuns {
 template <class First, class... Rest>
 struct CodedRuns<First, Rest...> {
   using Element = typename First::Element;
+  using ScaleElement = typename First::ScaleElement;
   using ZeroElement = typename First::ZeroElement;
   static constexpr Product s = First::kProduct;
+  static constexpr Codes q = First::q;
   static constexpr bool kLast = sizeof...(Rest) == 0;
+  // Whether the groups of a column are adjacent, in all shares.
+  static constexpr bool kScalesAdjacent = q.scale.group == 1 && CodedRuns<Rest...>::kScalesAdjacent;
+  static constexpr bool kZerosAdjacent = q.zero.group == 1 && CodedRuns<Rest...>::kZerosAdjacent;
 
   const First first;
   const int begin;
@@ -74,7 +88,7 @@ struct CodedRuns<First, Rest...> {
       : first(first), begin(begin), rest(padded(begin, first), others...), total(kLast ? past() : rest.total) {}
 
   static ARK_LOOP int padded(int begin, const First& of) {
-    return begin + static_cast<int>(in_wholes(of.c1 - of.c0, 8)) * 8;
+    return begin + static_cast<int>(in_wholes(of.c1 - of.c0, kDequantColumns)) * kDequantColumns;
   }
   ARK_LOOP int past() const { return begin + first.c1 - first.c0; }
   ARK_LOOP bool mine(int c) const { return kLast || c < padded(begin, first); }
@@ -90,15 +104,15 @@ struct CodedRuns<First, Rest...> {
       if (!mine(c)) return rest.left(c);
     return past() - c;
   }
-  ARK_LOOP float scale(int g, int c) const {
+  ARK_LOOP const ScaleElement* scale_at(int g, int c) const {
     if constexpr (!kLast)
-      if (!mine(c)) return rest.scale(g, c);
-    return first.scale(g, own(c));
+      if (!mine(c)) return rest.scale_at(g, c);
+    return first.scale_at(g, own(c));
   }
-  ARK_LOOP float zero(int g, int c) const {
+  ARK_LOOP const ZeroElement* zero_at(int g, int c) const {
     if constexpr (!kLast)
-      if (!mine(c)) return rest.zero(g, c);
-    return first.zero(g, own(c));
+      if (!mine(c)) return rest.zero_at(g, c);
+    return first.zero_at(g, own(c));
   }
   // kScale: the scale was not applied to parts of the sum, so it is applied here.
   template <bool kScale>

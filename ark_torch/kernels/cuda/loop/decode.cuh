@@ -1,8 +1,9 @@
 // Decodes quantized weights to pairs of half-type elements for tensor cores: words of four 8-bit or eight 4-bit codes.
 //
 // A few instructions per word, as memory delivers a word every few clocks. Integers are inserted into the significand
-// of a power of two, which is then subtracted: exact, and no conversion instruction. A pair's depths are whichever are
-// cheapest; rows are permuted to match (deal()). float8 decodes exactly to both half types, including NaN.
+// of a power of two, so that none is converted. The power is then subtracted from each pair, which is exact, or from
+// their sums. A pair's depths are whichever are cheapest; rows are permuted to match (deal()). float8 decodes exactly
+// to both half types, including NaN.
 #pragma once
 
 #include "cuda/loop/product.cuh"
@@ -21,11 +22,11 @@ ARK_LOOP uint32 fused_pair(uint32 a, uint32 b, uint32 c) {
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
   return sum;
 }
-// (bits & kMask) | more in one instruction, which compilers do not find.
+// (bits & kMask) ^ other in one instruction, which compilers do not find.
 template <uint32 kMask>
-ARK_LOOP uint32 masked_or(uint32 bits, uint32 more) {
+ARK_LOOP uint32 masked_xor(uint32 bits, uint32 other) {
   uint32 joined;
-  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(joined) : "r"(bits), "n"(kMask), "r"(more));
+  asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(joined) : "r"(bits), "n"(kMask), "r"(other));
   return joined;
 }
 // The bits of an integer up to 256 (f16: 2048), in both halves of a word.
@@ -73,23 +74,33 @@ ARK_LOOP uint32 float8_pair(uint16 codes, bf16 type) {
   return pack_two(widen(f16{static_cast<uint16>(pair)}), widen(f16{static_cast<uint16>(pair >> 16)}), type);
 }
 
-template <Codes q, class B, class T>
+// kRaises: 4-bit weights are left too large, since their sums can be corrected once, where each weight would take an
+// instruction. Their codes become the upper bits of a significand, of kUnit * (16 + code).
+template <Codes q, class B, class T, bool kRaises = false>
 struct Coding {
   static constexpr int kPairs = q.bits == 4 ? 4 : 2;  // per word
   static constexpr int kOffset = q.offset + (q.is_signed ? 8 : 0);
+  static constexpr bool kRaised = kRaises && q.bits == 4;
+  static constexpr int kUnitBits = !kRaised ? 0 : kSame<T, bf16> ? 3 : 6;
+  // What word() gives: kUnit * (weight + kSurplus).
+  static constexpr int kUnit = 1 << kUnitBits, kSurplus = kRaised ? 16 + kOffset : 0;
 
   // Bits that every word is joined with. Kept in a register, since an instruction takes only one constant.
   static ARK_LOOP uint32 joined() {
-    uint32 bits = q.bits == 4 ? kPowerBits<T> : kSame<T, bf16> ? 0x43434343u : 0x64646464u;
+    uint32 bits = q.bits == 8    ? kSame<T, bf16> ? 0x43434343u : 0x64646464u
+                  : !q.is_signed ? kPowerBits<T>
+                                 : kPowerBits<T> ^ 0x80008u << kUnitBits;
     asm volatile("" : "+r"(bits));
     return bits;
   }
   // Decodes a word, without scales. `power`: joined().
   static ARK_LOOP void word(uint32 codes, uint32 power, uint32 (&pairs)[kPairs]) {
     if constexpr (q.bits == 4) {
-      if constexpr (q.is_signed) codes ^= 0x88888888u;
-      ARK_UNROLL for (int i = 0; i < 4; ++i) pairs[i] =
-          minus<T>(masked_or<0x000f000fu>(codes >> 4 * i, power), kPower<T> + kOffset);
+      ARK_UNROLL for (int i = 0; i < 4; ++i) {
+        const uint32 placed = 4 * i < kUnitBits ? codes << (kUnitBits - 4 * i) : codes >> (4 * i - kUnitBits);
+        pairs[i] = masked_xor<0x000f000fu << kUnitBits>(placed, power);
+        if constexpr (!kRaised) pairs[i] = minus<T>(pairs[i], kPower<T> + kOffset);
+      }
     } else if constexpr (kSame<B, e4m3>) {
       pairs[0] = float8_pair(static_cast<uint16>(codes), T{});
       pairs[1] = float8_pair(static_cast<uint16>(codes >> 16), T{});
@@ -101,9 +112,9 @@ struct Coding {
         pairs[i] = fused_pair<T>(two & 0xff80ff80u, pair_of<T>(-1), two & 0xff7fff7fu);
       }
     } else {
-      const uint32 raised = codes ^ 0x80808080u;
+      const uint32 flipped = codes ^ 0x80808080u;
       ARK_UNROLL for (int i = 0; i < 2; ++i) pairs[i] =
-          minus<T>(__byte_perm(raised, power, i == 0 ? 0x4240 : 0x4341), kPower<T> + 128);
+          minus<T>(__byte_perm(flipped, power, i == 0 ? 0x4240 : 0x4341), kPower<T> + 128);
     }
     if constexpr (q.bits == 8 && q.offset != 0)
       ARK_UNROLL for (int i = 0; i < 2; ++i) pairs[i] = minus<T>(pairs[i], q.offset);

@@ -6,7 +6,8 @@
 // products that share their rows pass as one run of columns.
 #pragma once
 
-#include "cuda/loop/dequant_tensor.cuh"
+#include "cuda/loop/lane_scales.cuh"
+#include "cuda/loop/staged_scales.cuh"
 
 namespace ark::loop {
 
@@ -36,22 +37,28 @@ ARK_LOOP void dequant_plain(const A* a, const Share& share, int r0, int rows) {
   }
 }
 
+template <bool kStaged, class Columns>
+struct CodeStream {
+  using Type = LaneScales<Columns>;
+};
+template <class Columns>
+struct CodeStream<true, Columns> {
+  using Type = StagedScales<Columns>;
+};
+
 // All kRows rows of a, at most as many as fit a tensor core.
 template <int kRows, class AAt, class First, class... Rest>
 ARK_LOOP void dequant_runs(AAt a, const First& first, const Rest&... rest) {
-  constexpr Product s = First::kProduct;
-  constexpr Codes q = First::q;
-  constexpr DepthSplit split = split_k(s.depth, kDequantSlice);
-  static_assert(kWorkspaceBytes / 4 / kRows - 8 >= split.slices * split.groups * kDequantColumns);
-  const auto runs = [&] { return CodedRuns<First, Rest...>(0, first.anew(), rest.anew()...); };
-  in_slices<kRows>(
-      kRows, 1, 0, runs().total, split.slices, split.groups * kDequantColumns,
-      [&](int, int, int c, int batches, Parts parts) {
-        dequant_parts<kRows, s, q>(a, runs(), 0, kRows, c, batches, parts);
-      },
-      [&](int row, int c, float sum) {
-        runs().template finish<kScaledLast<s, q, typename First::ZeroElement>>(row, c, sum);
-      });
+  using Runs = CodedRuns<First, Rest...>;
+  using Slices = CodeSlices<Runs>;
+  constexpr int kMost = kRows <= kStagedRows ? most_staged_columns<kRows, Runs>() : 0;
+  using Stream = typename CodeStream<(kMost > 0), Runs>::Type;
+  static_assert(kWorkspaceBytes / 4 / kRows - 8 >= Slices::split.slices * Slices::kTogether);
+  const auto runs = [&] { return Runs(0, first.anew(), rest.anew()...); };
+  in_slices<kRows, kMost>(
+      kRows, 1, 0, runs().total, Slices::split.slices, Slices::kTogether,
+      [&](int, int, int c, int batches, Parts parts) { dequant_parts<kRows, Stream>(a, runs(), c, batches, parts); },
+      [&](int row, int c, float sum) { runs().template finish<!Slices::kScaledHere>(row, c, sum); });
 }
 
 // All kRows rows of a with the columns of each share. The shares use the same encoding.

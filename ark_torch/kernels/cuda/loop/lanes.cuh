@@ -103,11 +103,12 @@ struct OneRun {
 };
 
 // Columns [c0, c1) of `segments` products of `Rows` rows each, of which `rows` are used. `add` computes sums of slices
-// for whole batches of columns. They are combined here, and `finish` gets each sum with its line and column.
-template <int Rows, class Add, class Finish>
+// for whole batches of columns: of kMost columns, or if that is 0 of as many as the workspace has room for. They are
+// combined here, and `finish` gets each sum with its line and column.
+template <int Rows, int kMost = 0, class Add, class Finish>
 ARK_LOOP void in_slices(int rows, int segments, int c0, int c1, int slices, int batch_columns, Add add, Finish finish) {
   constexpr int kWords = kWorkspaceBytes / 4;
-  const int most = (kWords / Rows - 8) / slices / batch_columns * batch_columns;
+  const int most = kMost > 0 ? kMost : (kWords / Rows - 8) / slices / batch_columns * batch_columns;
   for (int c = c0; c < c1; c += most) {
     const int columns = least(c1 - c, most), batches = (columns + batch_columns - 1) / batch_columns;
     const Parts parts(slices, batches * batch_columns);
