@@ -210,7 +210,7 @@ TABLES: dict[str, Callable[[Load], str]] = {
     "headline-training": headline_tables.training,
     "collectives": lambda load: cpu_tables.collectives(load("collectives")),
     "ddp": lambda load: cpu_tables.ddp(load("ddp_step")),
-    "cuda": lambda load: _scripts("cuda_collectives").table(load("cuda_collectives")),
+    "cuda": lambda load: _scripts("cuda_collectives").table(load("collectives_2_h200")),
     "interference": lambda load: _scripts("interference").table(load("interference")),
     "interference-bulk": lambda load: _scripts("interference").table(load("interference_bulk")),
     "training": lambda load: _scripts("training_report").table(load("training")),

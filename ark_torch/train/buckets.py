@@ -5,7 +5,7 @@ parameters have no gradient on any rank (those stay without one). From then on e
 a bucket. When a bucket's last gradient is ready, one operator copies all of them from autograd's tensors to their
 views, and the all_reduce follows on a high-priority stream. Accumulating in place would instead zero and read the
 views. A gradient as large as a bucket is not copied: it is averaged where autograd left it, unless buckets lie in
-registered memory, which ark reduces faster (docs/measurements.md).
+registered memory: there larger messages gain more than copies cost (docs/measurements.md).
 
 The last buckets may still be averaged while the optimizer already updates the parameters of all others (late(),
 finish()).

@@ -62,8 +62,9 @@ def _all_sends_first(rank: Rank) -> None:
                 same(got[r], make_input(torch.float32, count, me, r), f"{pattern} {count} from {r}")
 
 
-def test_everybody_to_everybody() -> None:
-    run(_all_sends_first)
+@pytest.mark.parametrize("queues", [None, "1"])  # one hardware queue for all streams, as Megatron sets it
+def test_everybody_to_everybody(queues: str | None) -> None:
+    run(_all_sends_first, own=True, env={"CUDA_DEVICE_MAX_CONNECTIONS": queues})
 
 
 def _order(rank: Rank) -> None:

@@ -24,11 +24,11 @@ uint64_t nanoseconds_of(const OperationContext& context) {
   return std::max<int64_t>(context.timeout.count(), 1) * 1'000'000;
 }
 
-// Of a launch. Lanes drift apart over a long message, and touch more pages at once than address translation caches,
-// which is much slower; each launch costs some 10 us. More than two ranks were not measured with more.
-uint64_t most_message_bytes(int ranks) {
-  return uint64_t{ranks <= 2 ? 128u : 64u} << 20;
-}
+// Of a launch, which costs some 10 us. Lanes drift apart over a long message, and touch more pages at once than address
+// translation caches, which is much slower (docs/measurements.md). Sends have no landings, so that their rings keep
+// lanes closer together.
+constexpr uint64_t kMostMessageBytes = uint64_t{64} << 20;
+constexpr uint64_t kMostSentBytes = uint64_t{128} << 20;
 
 // The bytes, and their address, of a message's slice in the launch that begins at offset `at`.
 uint64_t slice(uint64_t bytes, uint64_t at, uint64_t most) {
@@ -168,7 +168,8 @@ struct CudaCommunicator::Launch {
   void move(const RingSet& set, const device::MoveParams& whole, BulkRings bulk = nullptr) const {
     uint64_t most = 0;
     for (int r = 0; r < size; ++r) most = std::max({most, whole.send_bytes[r], whole.receive_bytes[r]});
-    const uint64_t each = bulk != nullptr && &set != &layout.transfers ? most : most_message_bytes(size);
+    const bool sent = &set == &layout.transfers;
+    const uint64_t each = sent ? kMostSentBytes : bulk != nullptr ? most : kMostMessageBytes;
     for (uint64_t at = 0; at < most; at += each) {
       device::MoveParams params = whole;
       for (int r = 0; r < size; ++r) {
@@ -288,7 +289,7 @@ struct CudaCommunicator::Launch {
       return launch_two_shot(whole, bulk);
     const uint64_t most = *std::max_element(whole.bytes, whole.bytes + size);
     // With one receiver the ranks' work is unequal and their lanes drift apart sooner, so take smaller slices.
-    const uint64_t each = whole.receivers == 0           ? most_message_bytes(size)
+    const uint64_t each = whole.receivers == 0           ? kMostMessageBytes
                           : whole.receivers == kAllRanks ? dispatch.part_bytes
                                                          : dispatch.part_bytes / 2;
     for (uint64_t at = 0; at < most; at += each) {
