@@ -390,7 +390,7 @@ def _damaged(rank: Rank, magic: bytes) -> str:
     os.environ["ARK_NODE"] = str(rank.rank)
     store = rank.store("damaged")
     with pytest.raises((ValueError, RuntimeError)) as raised:
-        rank.init(timeout=4, store=_Damaging(store, magic) if rank.rank == 1 else store)
+        rank.init(timeout=30, store=_Damaging(store, magic) if rank.rank == 1 else store)
     return str(raised.value)
 
 

@@ -10,6 +10,7 @@ namespace {
 // Time for a goodbye to a peer that was sent nothing else: it may already be gone without notice.
 constexpr auto kForGoodbye = std::chrono::milliseconds(250);
 constexpr const char* kReady = "/ready";      // suffix of an endpoint's key
+constexpr const char* kRefused = "/refused";  // the same, with the reason: this side does not connect
 constexpr Channel::Shape kRailShape{64, 64};  // of all rails but the first, whose signals carry no messages
 
 }  // namespace
@@ -97,6 +98,11 @@ void Messages::connect_peers() {
     fresh.swap(to_connect_);
     lock.unlock();
     const auto refuse = [this](int rank, const Error& why) {
+      try {  // so that the peer does not wait for its timeout
+        const std::string& text = why.message();
+        store_->set(key(setup_.rank, rank) + kRefused, {text.begin(), text.end()});
+      } catch (const Error&) {  // without the store it hears of nothing
+      }
       const std::lock_guard relock(mutex_);
       fail_peer(peers_[rank], Error(why.kind(), why.message(),
                                     ErrorContext{setup_.rank, rank, "rdma connect", 0, why.context().remedy}));
@@ -122,12 +128,18 @@ void Messages::connect_peers() {
     std::erase_if(connecting, [&](Connecting& one) {
       try {
         const auto record = store_->find(key(one.rank, setup_.rank) + (one.ready ? kReady : ""));
-        if (!record && Clock::now() < one.deadline) return false;
-        if (!record)
+        if (!record) {
+          if (const auto refused = store_->find(key(one.rank, setup_.rank) + kRefused))
+            throw Error(ErrorKind::system,
+                        "rank " + std::to_string(one.rank) +
+                            " does not connect: " + std::string(refused->begin(), refused->end()),
+                        ErrorContext{-1, -1, "", 0, "Look at that rank's output."});
+          if (Clock::now() < one.deadline) return false;
           throw Error(ErrorKind::timeout,
                       "rank " + std::to_string(one.rank) + " did not connect within " +
                           std::to_string(setup_.timeout.count()) + " ms",
                       ErrorContext{-1, -1, "", 0, "Look at that rank's output."});
+        }
         if (one.ready) {
           {
             const std::lock_guard relock(mutex_);
