@@ -81,6 +81,32 @@ def test_a_node_that_is_killed(placement: Placement, node: int, named: str) -> N
     _lose(placement, node, "killed", rf"none of {named} says why: gloo.* failed with rank \d", timeout=60.0)
 
 
+def _idle(rank: Rank, expected: str) -> None:
+    os.environ["ARK_NODE"] = str(TWO[rank.rank])
+    rank.init(timeout=60.0)
+    x = torch.ones(10)
+    dist.all_reduce(x)
+    rank.report("running")
+    rank.wait_for("go")
+    with pytest.raises(RuntimeError, match=expected):
+        dist.all_reduce(x)
+
+
+def test_a_node_that_is_killed_between_collectives() -> None:
+    """The next message does not even begin; that names the node, too."""
+    with Job(
+        _idle, len(TWO), r"none of node 1 \(ranks 2 and 3\) says why: gloo.* failed with rank \d", destroy=False
+    ) as job:
+        job.wait_all("running")
+        for r in (2, 3):
+            job.kill(r)
+        time.sleep(1.0)  # until connections have ended
+        for r in (0, 1):
+            job.go(r, "go")
+        for outcome in job.finish(30, [0, 1]):
+            assert outcome.kind == "result", outcome.value
+
+
 @pytest.mark.by_day("(0, 0, 1, 1)-1-node 1 \\\\(ranks 2 and 3\\\\)")
 @pytest.mark.parametrize(
     "placement, node, named",

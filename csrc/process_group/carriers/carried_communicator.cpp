@@ -153,10 +153,13 @@ void CarriedCommunicator::guarded(const Operation& given, Body&& body) {
   }
 }
 
-void CarriedCommunicator::expect(const std::vector<int>& peers) {
+void CarriedCommunicator::expect(const std::vector<int>& peers, bool needed) {
   for (const int peer : peers) {
     if (awaited_[peer]) continue;
-    auto work = carrier_->receive(peer, tag_of(MessageChannel::agreement), &heard_[peer], sizeof(First));
+    const auto receive = [&] {
+      return carrier_->receive(peer, tag_of(MessageChannel::agreement), &heard_[peer], sizeof(First));
+    };
+    auto work = needed && now_ != nullptr ? now_->started(peer, receive) : receive();
     const std::lock_guard lock(mutex_);
     if (failed_) work->abort();
     awaited_[peer] = std::move(work);
@@ -168,7 +171,7 @@ void CarriedCommunicator::expect(const std::vector<int>& peers) {
 void CarriedCommunicator::expect_next(const std::vector<int>& peers) {
   for (const int peer : peers) {
     try {
-      expect({peer});
+      expect({peer}, false);
     } catch (const std::exception&) {
     }
   }

@@ -83,7 +83,8 @@ class CarriedCommunicator : public Communicator {
   void raise_what_the_node_knows(const OperationContext& context);
 
   // First messages: post the receives, send one, or wait for one and compare it.
-  void expect(const std::vector<int>& peers);
+  // needed: by the collective that runs, so a peer that is gone ends it.
+  void expect(const std::vector<int>& peers, bool needed = true);
   void expect_next(const std::vector<int>& peers);
   void tell(Exchange& exchange, int peer, const void* data = nullptr, size_t bytes = 0, uint64_t promised = 0,
             uint64_t expected = 0);

@@ -29,12 +29,24 @@ CarriedMessages::~CarriedMessages() {
 size_t CarriedMessages::send(int peer, MessageChannel channel, const void* data, size_t bytes) {
   if (bytes == 0) return begin(peer, nullptr, false);
   ++sent_;
-  return begin(peer, carrier_.send(peer, tag_of(channel), data, bytes), false);
+  return begin(peer, started(peer, [&] { return carrier_.send(peer, tag_of(channel), data, bytes); }), false);
 }
 
 size_t CarriedMessages::receive(int peer, MessageChannel channel, void* data, size_t bytes, bool outlives) {
   if (bytes == 0) return begin(peer, nullptr, false);
-  return begin(peer, carrier_.receive(peer, tag_of(channel), data, bytes), outlives);
+  return begin(peer, started(peer, [&] { return carrier_.receive(peer, tag_of(channel), data, bytes); }), outlives);
+}
+
+// A connection that ended since the last message refuses the next one.
+CarriedMessages::Work CarriedMessages::started(int peer, const std::function<Work()>& start) {
+  Failure failure;
+  try {
+    return start();
+  } catch (const std::exception& error) {
+    failure = Failure(error);
+  }
+  hear_the_story();
+  raise(peer, failure, false, "");
 }
 
 size_t CarriedMessages::begin(int peer, Work work, bool outlives) {
@@ -84,44 +96,56 @@ void CarriedMessages::wait_for(Work& work, int peer) {
   const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(context.deadline - Clock::now());
   constexpr std::chrono::milliseconds least(1), most(1'000'000'000);  // a greater value overflows in the carrier
   bool done = false;
-  std::string failure;
-  ErrorKind kind = ErrorKind::peer_lost;
-  std::string remedy = "Look at that rank's output; destroy the process group (or restart the job) before going on.";
+  Failure failure;
   try {
     done = work->wait(std::clamp(left, least, most) + kForALateStory);
-  } catch (const Error& error) {
-    failure = error.message();
-    kind = error.kind();
-    if (!error.context().remedy.empty()) remedy = error.context().remedy;
   } catch (const std::exception& error) {
-    failure = error.what();
+    failure = Failure(error);
   }
-  const bool late = Clock::now() >= context.deadline || (!done && failure.empty());
+  const bool late = Clock::now() >= context.deadline || (!done && failure.text.empty());
   const bool told = [this] {
     const std::lock_guard lock(mutex_);
     return aborted_;
   }();
   const std::string silence = late && !told ? look_for_node(peer) : "";
+  if (!done && !late) hear_the_story();
+  {
+    const std::lock_guard lock(mutex_);
+    if (aborted_) throw Aborted();
+    if (done) return work.reset();
+  }
+  raise(peer, failure, late, silence);
+}
+
+CarriedMessages::Failure::Failure(const std::exception& error) : text(error.what()) {
+  const auto* const known = dynamic_cast<const Error*>(&error);
+  if (known == nullptr) return;
+  text = known->message(), kind = known->kind();
+  if (!known->context().remedy.empty()) remedy = known->context().remedy;
+}
+
+// A closed connection is seldom the cause. The rank that closed it, or a witness, usually reports why.
+void CarriedMessages::hear_the_story() {
   std::unique_lock lock(mutex_);
-  // A closed connection is seldom the cause. The rank that closed it, or a witness, usually reports why, so wait a
-  // little for that.
-  if (!done && !late) ended_.wait_for(lock, kForTheStory, [this] { return aborted_; });
-  if (aborted_) throw Aborted();
-  if (done) return work.reset();
+  if (ended_.wait_for(lock, kForTheStory, [this] { return aborted_; })) throw Aborted();
+}
+
+void CarriedMessages::raise(int peer, Failure& failure, bool late, const std::string& silence) const {
+  const OperationContext& context = operation_.context;
   std::string what = carrier_.name() + ", which carries this group between nodes, failed " +
                      (late ? "to hear in " + std::to_string(context.timeout.count()) + " ms from" : "with") + " rank " +
-                     std::to_string(peer) + ": " + (failure.empty() ? "no answer" : failure);
+                     std::to_string(peer) + ": " + (failure.text.empty() ? "no answer" : failure.text);
   // The silent node comes first, because notes of failures are truncated.
   if (!silence.empty()) {
     what = silence + "; " + what;
-    remedy =
+    failure.remedy =
         "See whether that machine runs and can be reached, and the output of its ranks; destroy the process group "
         "(or restart the job) before going on.";
-  } else if (!late && kind == ErrorKind::peer_lost) {
+  } else if (!late && failure.kind == ErrorKind::peer_lost) {
     what = "none of " + beats_.node_text(peer) + " says why: " + what;
   }
-  throw Error(late ? ErrorKind::timeout : kind, what,
-              ErrorContext{rank_, peer, context.name, context.sequence, remedy});
+  throw Error(late ? ErrorKind::timeout : failure.kind, what,
+              ErrorContext{rank_, peer, context.name, context.sequence, failure.remedy});
 }
 
 }  // namespace ark

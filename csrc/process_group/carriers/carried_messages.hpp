@@ -9,6 +9,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <mutex>
 #include <string>
@@ -57,6 +58,8 @@ class CarriedMessages {
   size_t send(int peer, MessageChannel channel, const void* data, size_t bytes);
   // The memory is filled once its number has been waited for.
   size_t receive(int peer, MessageChannel channel, void* data, size_t bytes, bool outlives = false);
+  // Begins another message with this peer; an error names it as one of a wait would.
+  Work started(int peer, const std::function<Work()>& start);
   void wait_for(size_t number);
   void wait_for(Work& work, int peer);  // for a message that was begun earlier
   void wait_for_all();
@@ -70,8 +73,18 @@ class CarriedMessages {
     int peer;
     bool outlives;
   };
+  // Why a message failed, as the carrier says; empty text: it says nothing.
+  struct Failure {
+    Failure() = default;
+    explicit Failure(const std::exception& error);
+    std::string text;
+    ErrorKind kind = ErrorKind::peer_lost;
+    std::string remedy = "Look at that rank's output; destroy the process group (or restart the job) before going on.";
+  };
   size_t begin(int peer, Work work, bool outlives);
   std::string look_for_node(int peer);
+  void hear_the_story();  // throws Aborted if another rank reports the cause soon
+  [[noreturn]] void raise(int peer, Failure& failure, bool late, const std::string& silence) const;
 
   Carrier& carrier_;
   const Operation& operation_;
