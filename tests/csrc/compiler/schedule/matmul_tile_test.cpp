@@ -8,6 +8,7 @@
 #include <variant>
 
 #include "compiler/graph/graph_builder.hpp"
+#include "compiler/passes/pipeline.hpp"
 #include "compiler/schedule/plan.hpp"
 #include "compiler/schedule/targets.hpp"
 
