@@ -11,8 +11,8 @@
 
 There is one process per GPU. All implementations of a row (benchmarks/cuda_contenders.py) run interleaved in the same
 processes. A figure is the median over rounds of the slowest rank's time, in microseconds per call. In a graph: 20 calls
-per graph, fewer for large ones. Eager: called from Python, back to back, for sizes up to --eager-to. Values are random
-and renewed before every round. ark's results are checked: sums against a float32 sum in rank order, moves against
+per graph, fewer for large ones; the GPUs begin together, after a small all_reduce, with the host ahead of them. Eager:
+called from Python, back to back, for sizes up to --eager-to. Values are random and renewed before every round. ark's results are checked: sums against a float32 sum in rank order, moves against
 NCCL's. NVLink multicast is off for all. `bytes` is the larger side of the operation, as in nccl-tests; busbw uses
 nccl-tests' factors. Rows of older files have no `dtype`: theirs is bfloat16.
 
@@ -48,6 +48,7 @@ SIZES = [1 * KB, 8 * KB, 32 * KB, 128 * KB, 256 * KB, 1 * MB, 4 * MB, 16 * MB, 6
 OPERATIONS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"]
 DTYPES = ["bfloat16", "float32"]
 ROUNDS = 9
+HOST_AHEAD = 1_000_000  # cycles, some 500 us
 
 
 def bus_factor(operation: str, ranks: int) -> float:
@@ -67,12 +68,14 @@ def timed_in_graphs(row: Row, loops: int) -> dict[str, list[float]]:
                 call()
         graphs[name] = graph
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    together = torch.zeros(1, device="cuda")
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for turn in range(ROUNDS + 2):
         for name, graph in graphs.items():
             row.renew()
-            dist.all_reduce(torch.zeros(1, device="cuda"), group=row.groups["nccl"])
             torch.cuda.synchronize()
+            torch.cuda._sleep(HOST_AHEAD)  # until the host has queued what follows
+            dist.all_reduce(together, group=row.groups["nccl"])
             start.record()
             graph.replay()
             end.record()

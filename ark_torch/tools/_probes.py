@@ -305,7 +305,9 @@ def captured_steps(numbers: dict[str, int], gpus: int) -> Iterator[Row]:
     parts = []
     if sizes and numbers["step_blocks"]:
         carried = ", ".join(f"{name} from {least / MIB:g} MB on" for name, least in sizes.items())
-        parts.append(f"{numbers['step_blocks']} blocks carry {carried}")
+        fewer = numbers["step_all_reduce_blocks"]
+        of_them = f", all_reduce by {fewer} of them" if "all_reduce" in sizes and fewer < numbers["step_blocks"] else ""
+        parts.append(f"{numbers['step_blocks']} blocks carry {carried}{of_them}")
     if engines < numbers["copy_engine_from"]:
         parts.append(f"copy engines carry all_reduce from {engines / MIB:g} MB on")
     if gpus > 1 and parts:

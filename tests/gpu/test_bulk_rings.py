@@ -209,7 +209,8 @@ def _steps(rank: Rank, blocks: int) -> None:
     torch.cuda.set_device(device)
     chosen = complete(ark_torch.Options())
     step = ("step_all_reduce_from", "step_reduce_scatter_from", "step_move_from", "step_send_from")
-    numbers = dict.fromkeys(step, 1 << 18) | {"step_blocks": blocks, "ring_blocks": 2, "bulk_from": 1 << 30}
+    numbers = dict.fromkeys(step, 1 << 18) | {"ring_blocks": 2, "bulk_from": 1 << 30}
+    numbers |= {"step_blocks": blocks, "step_all_reduce_blocks": (blocks + 1) // 2}
     chosen.cuda_dispatch = [(8, numbers)]
     rank.init(pg_options=chosen)
     backend = dist.group.WORLD._get_backend(device)  # type: ignore[union-attr]

@@ -148,7 +148,8 @@ def test_the_doctor_shows_what_captured_steps_have(monkeypatch: pytest.MonkeyPat
     two, four = (list(_probes.thresholds(["NVIDIA H200"] * gpus, nccl=True))[-1].found for gpus in (2, 4))
     blocks, engines = "32 blocks carry move from 1 MB on, reduce_scatter from 1 MB on", "copy engines carry all_reduce"
     assert two.endswith(f"on 2 GPUs: {blocks}, {engines} from 24 MB on"), two
-    assert four.endswith("on 4 GPUs: 16 blocks carry all_reduce from 1 MB on"), four
+    sizes = ", ".join(f"{name} from 1 MB on" for name in ("all_reduce", "move", "reduce_scatter"))
+    assert four.endswith(f"on 4 GPUs: 32 blocks carry {sizes}, all_reduce by 16 of them"), four
     (without,) = _probes.captured_steps(_C._default_cuda_dispatch(2) | {"step_blocks": 0}, 2)
     assert without.found.endswith(f"on 2 GPUs: {engines} from 24 MB on")
     assert not list(_probes.captured_steps(_C._default_cuda_dispatch(8), 8)), "not measured there"

@@ -92,7 +92,7 @@ ARK_DEVICE_INLINE uint32 padded(uint32 bytes) {
   return (bytes + 15) & ~15u;
 }
 
-// A lane of one set of rings, as one rank sees it.
+// A lane of one set of rings, as one rank sees it. A launch uses as many lanes as it has blocks.
 struct BulkRing {
   const Rings& rings;
   uint32 lane;
@@ -218,7 +218,8 @@ class BulkWarp {
 };
 
 // Keeps a sending mover's steps close to those of this rank's other lanes. All lanes count the same number of windows
-// per launch, however few steps they have, so that all counts are equal between launches.
+// per launch, however few steps they have, so that all counts are equal between launches. A launch may have fewer
+// blocks than there are lanes; its blocks count for the others.
 class BulkPace {
  public:
   // `base`: the lane's count before this launch; `most`: steps of the lane with the most.
@@ -228,7 +229,7 @@ class BulkPace {
   // Whether this step may start. The whole warp gets the same answer.
   __device__ __forceinline__ bool may_begin(uint32 step) {
     const uint32 window = step / kWindow;
-    if (window > begun_) tell(begun_ = window);
+    if (window > begun_) tell(ring_.lane, begun_ = window);
     if (window < allowed_) return true;
     uint64 now = 0;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
@@ -238,12 +239,14 @@ class BulkPace {
     allowed_ = window + 1, since_ = 0;
     return true;
   }
-  __device__ __forceinline__ void close() { tell(windows_); }
+  __device__ __forceinline__ void close() {
+    for (uint32 lane = ring_.lane; lane < ring_.rings.bulk.lanes; lane += gridDim.x) tell(lane, windows_);
+  }
 
   // For the telling warp: updates what all lanes have started since `base`.
   static __device__ __forceinline__ void look(const BulkRing& ring, BulkWords& words, uint64 base) {
     uint32 least = ~0u;
-    for (uint32 lane = BulkWarp::thread(); lane < ring.rings.bulk.lanes; lane += 32)
+    for (uint32 lane = BulkWarp::thread(); lane < gridDim.x; lane += 32)
       least = min(least, static_cast<uint32>(protocol::load_relaxed(*ring.pace(lane)) - base));
     least = __reduce_min_sync(~0u, least);
     if (BulkWarp::thread() == 0) store_block(words.paced, least);
@@ -253,8 +256,8 @@ class BulkPace {
   static constexpr uint32 kWindow = 8;
   static constexpr uint64 kPatienceNs = 50'000;
 
-  __device__ __forceinline__ void tell(uint32 windows) {
-    if (BulkWarp::thread() == 0) protocol::store_relaxed(*ring_.pace(ring_.lane), base_ + windows);
+  __device__ __forceinline__ void tell(uint32 lane, uint32 windows) {
+    if (BulkWarp::thread() == 0) protocol::store_relaxed(*ring_.pace(lane), base_ + windows);
   }
 
   const BulkRing& ring_;

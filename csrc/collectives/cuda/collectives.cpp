@@ -122,10 +122,10 @@ struct CudaCommunicator::Launch {
 
   // By few blocks. The next launch must not overlap with it, because it would occupy as many SMs all the while.
   template <class Params>
-  void by_bulk_lanes(const jit::Kernel& kernel, int threads, uint32_t shared_bytes, const Params& params) const {
+  void by_bulk_lanes(const jit::Kernel& kernel, uint32_t lanes, int threads, uint32_t shared_bytes,
+                     const Params& params) const {
     const CurrentContext context(group.device_);
-    jit::launch(kernel, {params.rings.bulk.lanes}, {static_cast<unsigned>(threads)}, shared_bytes, stream_of(operation),
-                params);
+    jit::launch(kernel, {lanes}, {static_cast<unsigned>(threads)}, shared_bytes, stream_of(operation), params);
   }
 
   // Both ends of every message must choose this; everything except the rings is set.
@@ -134,7 +134,7 @@ struct CudaCommunicator::Launch {
     params.rings = rings(set, CudaDispatch::kMostBlocks, bulk);
     if (!transfer) find_landings(params.receive, params.receive_bytes, params.rings);
     by_bulk_lanes(group.kernel(transfer ? GroupKernel::bulk_transfer : GroupKernel::bulk_move, RuleKind::any),
-                  device::kBulkMoveThreads, device::bulk_move_bytes(transfer), params);
+                  params.rings.bulk.lanes, device::kBulkMoveThreads, device::bulk_move_bytes(transfer), params);
   }
 
   void launch_move(const RingSet& set, device::MoveParams& params) const {
@@ -261,8 +261,11 @@ struct CudaCommunicator::Launch {
     params.rings = rings(layout.collectives, blocks, bulk);
     params.results = rings(layout.results, blocks, bulk);
     if (params.receivers == kAllRanks) find_landings(params.out, params.bytes, params.results);
-    if (bulk != nullptr)  // its lanes stay in step (BulkPace), so one launch handles any length
-      return by_bulk_lanes(kernel(GroupKernel::bulk), device::kBulkThreads, device::kBulkSharedBytes, params);
+    if (bulk != nullptr) {  // its lanes stay in step (BulkPace), so one launch handles any length
+      const bool fewer = bulk == &RingSet::step_bulk && params.receivers == kAllRanks;
+      const auto lanes = static_cast<uint32_t>(fewer ? dispatch.step_all_reduce_blocks : params.rings.bulk.lanes);
+      return by_bulk_lanes(kernel(GroupKernel::bulk), lanes, device::kBulkThreads, device::kBulkSharedBytes, params);
+    }
     by_lanes(kernel(chunked ? GroupKernel::chunks : GroupKernel::lines),
              lanes_of_parts(layout.collectives, params.bytes, size, chunked, params.rings.chunk_lanes), blocks,
              device::ring_roles(size), params);

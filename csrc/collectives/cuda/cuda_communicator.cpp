@@ -48,6 +48,8 @@ std::unique_ptr<CudaCommunicator> CudaCommunicator::create(int rank, int size, s
        {&options.dispatch->ring_blocks, &options.dispatch->step_blocks, &options.dispatch->host_blocks})
     *blocks =
         std::clamp<uint64_t>(*blocks, 1, options.device_each ? device::kMostRingBlocks : blocks_of_a_sharer(size));
+  options.dispatch->step_all_reduce_blocks =
+      std::clamp<uint64_t>(options.dispatch->step_all_reduce_blocks, 1, options.dispatch->step_blocks);
   for (uint64_t* const blocks : {&options.dispatch->move_blocks, &options.dispatch->sum_blocks})
     *blocks = std::clamp<uint64_t>(*blocks, 1, CudaDispatch::kMostBlocks);
   options.dispatch->part_bytes = std::max(options.dispatch->part_bytes / 1024 * 1024, uint64_t{64} << 10);

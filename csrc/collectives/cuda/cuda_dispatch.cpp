@@ -33,12 +33,12 @@ CudaDispatch CudaDispatch::measured(int ranks) {
     made.step_reduce_scatter_from = made.step_move_from = 1 << 20;
   } else if (ranks <= 4) {
     made.one_shot_to = 160 << 10;
-    made.bulk_from = 24 << 20;
-    made.ring_blocks = 24;
+    made.bulk_from = 16 << 20;
+    made.ring_blocks = 32;
     made.part_bytes = 8 << 20;
     made.copy_engine_from = 512 << 20;
-    made.step_all_reduce_from = 1 << 20;
-    made.step_blocks = 16;
+    made.step_all_reduce_from = made.step_reduce_scatter_from = made.step_move_from = 1 << 20;
+    made.step_all_reduce_blocks = 16;
   }
   return made;
 }
@@ -80,12 +80,14 @@ CudaDispatch CudaDispatch::through_host(int ranks, bool by_nccl) const {
 
 std::string CudaDispatch::step_carried() const {
   std::string list;
-  for (const auto& [name, from] : {std::pair("all_reduces", step_all_reduce_from),
+  for (const auto& [name, from] : {std::pair(std::string("all_reduces"), step_all_reduce_from),
                                    {"reduce_scatters", step_reduce_scatter_from},
                                    {"moves", step_move_from},
                                    {"sends", step_send_from}}) {
     if (from == kNever || step_blocks == 0) continue;
-    list += (list.empty() ? " carry " : ", ") + std::string(name) + " from " + std::to_string(from >> 10) + " KB on";
+    list += (list.empty() ? " carry " : ", ") + name + " from " + std::to_string(from >> 10) + " KB on";
+    if (name == "all_reduces" && step_all_reduce_blocks < step_blocks)
+      list += " (" + std::to_string(step_all_reduce_blocks) + " of them)";
   }
   if (!list.empty()) list = std::to_string(step_blocks) + " blocks" + list;
   if (step_copy_engine_from < copy_engine_from)

@@ -16,6 +16,11 @@ namespace {
 constexpr int64_t kMostMergedRows = 16, kMostMergedCodedRows = 8;
 constexpr size_t kMostMerged = 4;
 
+// Whether so many tiles use the workers: seven of eight at least. A few idle workers cost less than a second phase.
+bool enough_tiles(int64_t tiles, const Target& target) {
+  return tiles * 8 >= static_cast<int64_t>(target.workers) * 7;
+}
+
 const MatmulStage* mergeable(const Graph& graph, const Stage& stage) {
   const auto* product = std::get_if<MatmulStage>(&stage.body);
   if (product == nullptr || product->batch != 1 ||
@@ -62,13 +67,13 @@ std::vector<Stage> fuse_horizontally(Graph& graph, std::vector<Stage> stages, co
     if (product == nullptr) continue;
     const MatmulStage leader = *product;
     std::vector<size_t> others;
-    // A tile takes a part of each product, so the extent is their common divisor, which must give every worker a tile.
+    // A tile takes a part of each product, so the extent is their common divisor, which must give enough tiles.
     int64_t extent = leader.n;
     for (size_t next = first + 1; next < stages.size() && others.size() + 1 < kMostMerged; ++next) {
       const MatmulStage* const other = mergeable(graph, stages[next]);
       if (other == nullptr || !alike(graph, leader, *other)) continue;
       const int64_t common = std::gcd(extent, other->n);
-      if ((common < target.workers && (extent != common || other->n != common)) ||
+      if ((!enough_tiles(common, target) && (extent != common || other->n != common)) ||
           !apart_from(graph, stages[next], stages, first, next))
         continue;
       extent = common;

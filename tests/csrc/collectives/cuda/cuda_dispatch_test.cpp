@@ -145,14 +145,17 @@ TEST(CudaDispatch, CapturedStepsHaveSizesOfTheirOwn) {
   EXPECT_EQ(two.step_carried(), blocks_carry + ", " + engines_carry);
   EXPECT_EQ(CudaDispatch::measured(2, {{"copy_engine_from", 24 << 20}}).step_carried(), blocks_carry);
   EXPECT_EQ(two.step_all_reduce_from, kNever) << "copy engines win there";
-  EXPECT_EQ(CudaDispatch::measured(4).step_carried(), "16 blocks carry all_reduces from 1024 KB on");
+  EXPECT_EQ(
+      CudaDispatch::measured(4).step_carried(),
+      "32 blocks carry all_reduces from 1024 KB on (16 of them), reduce_scatters from 1024 KB on, moves from 1024 "
+      "KB on");
   EXPECT_EQ(CudaDispatch::measured(8).step_carried(), "") << "not measured";
   BulkBlocks blocks = bulk_blocks_of(two);
   EXPECT_EQ(blocks.step, 32u);
   EXPECT_EQ(blocks.step_results, 0u) << "all_reduces alone have results";
   EXPECT_EQ(blocks.step_transfers, 0u);
   blocks = bulk_blocks_of(CudaDispatch::measured(4, {{"step_send_from", 1}, {"step_blocks", 8}}));
-  EXPECT_EQ(blocks.collectives, 24u);
+  EXPECT_EQ(blocks.collectives, 32u);
   EXPECT_EQ(blocks.step_results, 8u);
   EXPECT_EQ(blocks.step_transfers, 8u);
   EXPECT_EQ(CudaDispatch::measured(2, {{"step_blocks", 0}}).step_carried(), engines_carry);

@@ -70,6 +70,19 @@ TEST(MergedProducts, ShareRowsAndTheirWidthsHaveACommonPart) {
   }
 }
 
+TEST(MergedProducts, LeaveAtMostOneOfEightWorkersIdle) {
+  for (const auto& [width, products] :
+       {std::pair{28, std::vector<size_t>{2}}, {24, std::vector<size_t>{1, 1}}}) {  // parts: 7 and 6
+    GraphBuilder builder;
+    const int a = builder.input({1, 12});
+    for (const int part : {1, 4}) builder.copy_out(builder.reduce("amax", linear(builder, a, width / part), {1}));
+    EXPECT_EQ(products_of(stages_for(builder.graph, 8)), products);
+    if (products.size() == 1)
+      expect_same(
+          builder.graph, [&](Memory& memory) { fill_inputs(memory, builder.graph); }, 3, 8);
+  }
+}
+
 TEST(MergedProducts, OtherRowsLayoutsAndTypesStayApart) {
   GraphBuilder builder;
   const int a = builder.input({1, 12}), other = builder.input({1, 12});
