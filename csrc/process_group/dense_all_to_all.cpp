@@ -1,13 +1,20 @@
 // all_to_all of one tensor or of lists, and barrier. Each method checks all arguments before any byte moves, describes
 // the operation and passes it to the communicator.
 //
-// The blocks of a rank may differ in size; sizes travel first. Inputs that share memory with outputs are copied, since
+// The blocks of a rank may differ in size; sizes travel first. Inputs that overlap with outputs are copied, since
 // received blocks would overwrite data that is not sent yet.
+#include <ATen/MemoryOverlap.h>
+
 #include "process_group/process_group_ark.hpp"
 
 namespace ark {
 
 namespace {
+
+// Whether two tensors may have elements in common. Parts of one storage that lie apart have none.
+bool overlap(const at::Tensor& one, const at::Tensor& other) {
+  return one.is_alias_of(other) && at::get_overlap_status(one, other) != at::MemOverlapStatus::No;
+}
 
 // Row sizes of an all_to_all over dimension 0, in elements.
 std::vector<int64_t> split_sizes(const CallSite& site, const char* argument, const char* tensor_argument,
@@ -73,7 +80,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::alltoall_base(at::Tensor& output, at::
                       return carrier.alltoall_base(output, input, output_splits, input_splits, options);
                     }};
     // Copy overlapping inputs: received blocks would overwrite data before it is sent.
-    Input source(input.is_alias_of(output) ? input.clone() : input);
+    Input source(overlap(input, output) ? input.clone() : input);
     return issue(call, [source = std::move(source), target = Output(here, "output", output), sends, receives,
                         element = input.element_size()](Communicator& group, Operation& op) mutable {
       std::vector<Bytes> from;
@@ -127,7 +134,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::alltoall(Tensors& outputs, Tensors& in
     Tensors sources = inputs;
     for (at::Tensor& source : sources) {
       for (const at::Tensor& target : outputs) {
-        if (source.is_alias_of(target)) {
+        if (overlap(source, target)) {
           source = source.clone();
           break;
         }

@@ -212,6 +212,34 @@ def test_all_to_all(world: int, carrier: str) -> None:
     run(_all_to_all, world, carrier)
 
 
+def _all_to_all_in_one_storage(rank: Rank) -> None:
+    """Input and output of one storage are copied only if they overlap."""
+    rank.init()
+    world, me = rank.world_size, rank.rank
+    count = 1000 * world
+    every = [make_input(torch.float32, count, 4, s) for s in range(world)]
+    expected = join([one[1000 * me : 1000 * (me + 1)] for one in every])
+    for apart, as_list in itertools.product((count, 7), (False, True)):
+        storage = torch.full((2 * count,), float("nan"))
+        source, target = storage[:count], storage[apart : apart + count]
+        source.copy_(every[me])
+        with torch.profiler.profile() as profile:
+            if as_list:
+                dist.all_to_all(list(target.chunk(world)), list(source.chunk(world)))
+            else:
+                dist.all_to_all_single(target, source)
+        what = f"all_to_all {apart} elements on, as a list: {as_list}"
+        assert_same_bits(target, expected, what)
+        clones = sum(event.name == "aten::clone" for event in profile.events())
+        assert (clones > 0) == (apart < count), what
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("world", [1, 3])
+def test_all_to_all_in_one_storage(world: int) -> None:
+    run_ranks(_all_to_all_in_one_storage, world)
+
+
 def _send_recv(rank: Rank) -> None:
     rank.init()
     world, me = rank.world_size, rank.rank

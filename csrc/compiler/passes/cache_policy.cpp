@@ -3,7 +3,9 @@
 #include "compiler/passes/cache_policy.hpp"
 
 #include <algorithm>
+#include <map>
 #include <set>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -36,13 +38,30 @@ double bytes_of(const Plan& plan, const Access& access) {
 
 class Choice {
  public:
-  explicit Choice(Plan& plan) : plan_(plan), costs_(plan.target.caches), uses_(plan) {}
+  explicit Choice(Plan& plan) : plan_(plan), costs_(plan.target.caches), uses_(plan) { find_near_tables(); }
 
   void make() {
     for (size_t stage = 0; stage < plan_.stages.size(); ++stage) choose(stage, plan_.stages[stage]);
   }
 
  private:
+  // The smallest tables of the step, as many as fit into the cache together.
+  void find_near_tables() {
+    std::map<int, double> bytes;  // by buffer
+    for (const Stage& stage : plan_.stages)
+      for (const Access& access : stage.accesses)
+        if (kind_of(plan_, access) == OperandKind::table && !std::holds_alternative<ExpertsStage>(stage.body))
+          bytes[value_of(plan_, access).buffer] = bytes_of(plan_, access);
+    std::vector<std::pair<double, int>> tables;
+    for (const auto& [buffer, size] : bytes) tables.emplace_back(size, buffer);
+    std::ranges::sort(tables);
+    double room = kNearShare * static_cast<double>(costs_.bytes);
+    for (const auto& [size, buffer] : tables) {
+      if ((room -= size) < 0) return;
+      near_tables_.insert(buffer);
+    }
+  }
+
   void choose(size_t number, Stage& stage) {
     for (Access& access : stage.accesses)
       access.cache = can_hint(plan_, stage, access) ? chosen(number, stage, access) : CachePolicy::normal;
@@ -127,7 +146,7 @@ class Choice {
     const bool near = known && uses_.step_bytes() <= kNearShare * static_cast<double>(costs_.bytes);
     const OperandKind kind = kind_of(plan_, access);
     if (is_streamed_matrix(plan_, stage, access)) {
-      if (near && costs_.plain_where_near) return CachePolicy::normal;
+      if ((near && costs_.plain_where_near) || is_read_again_by_rows(plan_, stage)) return CachePolicy::normal;
       return !near && keeps(stage) ? CachePolicy::evict_last : CachePolicy::evict_first;
     }
     if (!known || near) return CachePolicy::normal;
@@ -136,9 +155,8 @@ class Choice {
       case OperandKind::state: return costs_.states_first && !again ? CachePolicy::evict_first : CachePolicy::normal;
       case OperandKind::activation: return costs_.reused_last && again ? CachePolicy::evict_last : CachePolicy::normal;
       case OperandKind::table:
-        // Few rows of a table larger than the cache are reused while cached (performance page, "Cache policies").
-        return bytes_of(plan_, access) > static_cast<double>(costs_.bytes) ? CachePolicy::evict_first
-                                                                           : CachePolicy::normal;
+        // Few rows of other tables are reused while cached (performance page, "Cache policies").
+        return near_tables_.count(value_of(plan_, access).buffer) != 0 ? CachePolicy::normal : CachePolicy::evict_first;
       default: return CachePolicy::normal;
     }
   }
@@ -163,7 +181,7 @@ class Choice {
   Plan& plan_;
   const CacheCosts& costs_;
   const NextUses uses_;
-  std::set<int> kept_;  // buffers
+  std::set<int> near_tables_, kept_;  // buffers
   double kept_bytes_ = 0;
 };
 

@@ -102,6 +102,56 @@ TEST(CachePolicy, RowsOfATableBeyondTheCacheMakeWayFirst) {
   }
 }
 
+// Pooled embeddings in tables of these many rows, beside layers that fill the cache. Returns the tables' policies.
+std::vector<CachePolicy> of_tables(const std::vector<int64_t>& rows) {
+  Layers layers(10);
+  GraphBuilder& build = layers.build;
+  std::vector<int> tables;
+  for (const int64_t each : rows) {
+    tables.push_back(build.parameter({each, kWide}));
+    const int index = build.input({20}, ScalarType::i64), offsets = build.input({5}, ScalarType::i64);
+    build.into(build.output({5, kWide}), "embedding_bag", {tables.back(), index, offsets},
+               {{"mode", std::string("sum")}});
+  }
+  std::vector<CachePolicy> found;
+  const Plan plan = layers.plan(gpu());
+  for (const int table : tables)
+    each_access(plan, [&](const Stage&, const Access& access) {
+      if (access.value == table) found.push_back(access.cache);
+    });
+  return found;
+}
+
+TEST(CachePolicy, TheSmallestTablesThatFitTogetherStay) {  // 2048 rows fill the cache; Layers has a table of 1000
+  EXPECT_EQ(of_tables({300, 200}), (std::vector{normal, normal}));
+  EXPECT_EQ(of_tables({600, 900, 500}), (std::vector{normal, evict_first, normal}));
+  EXPECT_EQ(of_tables({1900, 1900}), (std::vector{evict_first, evict_first}));
+}
+
+// Four experts of [kWide, kWide] for rows whose experts the index names.
+CachePolicy of_experts(int64_t rows) {
+  GraphBuilder build;
+  const auto type = ScalarType::bf16;
+  const int table = build.view(build.parameter({4, kWide, kWide}, type), {4, kWide, kWide}, {kWide * kWide, 1, kWide});
+  const int a = build.input({rows, kWide}, type), index = build.input({rows}, ScalarType::i64);
+  const int out = build.output({rows, kWide}, type);
+  build.graph.add_node({"experts", {a, table, index}, {out}, {}, "experts"});
+  const Plan plan = make_plan(build.graph, gpu());
+  std::vector<CachePolicy> found;
+  each_access(plan, [&](const Stage&, const Access& access) {
+    if (access.value == table) found.push_back(access.cache);
+  });
+  EXPECT_EQ(found.size(), 1u);
+  return found.at(0);
+}
+
+TEST(CachePolicy, ExpertsOfSeveralRowsMayBeReadAgain) {
+  EXPECT_EQ(of_experts(1), evict_first);
+  EXPECT_EQ(of_experts(2), normal);
+  EXPECT_EQ(of_experts(16), normal);
+  EXPECT_EQ(of_experts(17), evict_first) << "sorted by expert";
+}
+
 TEST(CachePolicy, AStepWithinTheCacheIsPlainWhereThatWasMeasured) {
   Target target = gpu();
   target.caches.plain_where_near = true;
