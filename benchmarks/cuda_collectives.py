@@ -12,9 +12,10 @@
 There is one process per GPU. All implementations of a row (benchmarks/cuda_contenders.py) run interleaved in the same
 processes. A figure is the median over rounds of the slowest rank's time, in microseconds per call. In a graph: 20 calls
 per graph, fewer for large ones; the GPUs begin together, after a small all_reduce, with the host ahead of them. Eager:
-called from Python, back to back, for sizes up to --eager-to. Values are random and renewed before every round. ark's results are checked: sums against a float32 sum in rank order, moves against
-NCCL's. NVLink multicast is off for all. `bytes` is the larger side of the operation, as in nccl-tests; busbw uses
-nccl-tests' factors. Rows of older files have no `dtype`: theirs is bfloat16.
+called from Python, back to back, for sizes up to --eager-to. Values are random and renewed before every round. ark's
+results are checked: sums against a float32 sum in rank order, moves against NCCL's. NVLink multicast is off for all.
+`bytes` is the larger side of the operation, as in nccl-tests; busbw uses nccl-tests' factors. Rows of older files have
+no `dtype`: theirs is bfloat16.
 
 `--device cpu` runs the same code on CPU tensors, ark against Gloo, without graphs. Its figures mean nothing.
 """

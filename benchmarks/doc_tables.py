@@ -273,6 +273,7 @@ TABLES: dict[str, Callable[[Load], str]] = {
     "collectives-4-two-nodes-h200": lambda load: _scripts("cuda_collectives").table(
         load("collectives_4_two_nodes_h200")
     ),
+    "interference-4-h200": lambda load: _scripts("interference").table(load("interference_4_h200")),
     "dispatch-4-h200": lambda load: _scripts("interference").table(load("dispatch_4_h200")),
     "training-4-h200": lambda load: _scripts("training_report").table(load("training_4_h200")),
     "training-captured-4-h200": lambda load: _scripts("training_report").table(load("training_captured_4_h200")),

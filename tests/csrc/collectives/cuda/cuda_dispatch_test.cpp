@@ -91,8 +91,8 @@ TEST(CudaDispatch, NcclHasWhatItWasMeasuredToBeFasterAt) {
   const CudaDispatch four = choose_dispatch({}, 4, "NVIDIA H200");
   EXPECT_TRUE(four.nccl_of_model);
   EXPECT_EQ(four.nccl_all_reduce_from, 64 * kMB);
-  EXPECT_EQ(four.nccl_reduce_scatter_from, 64 * kMB);
-  EXPECT_EQ(four.nccl_reduce_scatter_to, kNever);
+  EXPECT_EQ(four.nccl_reduce_scatter_from, kNever);
+  EXPECT_EQ(four.nccl_all_reduce_to, kNever);
   EXPECT_EQ(four.nccl_all_gather_from, kNever);
   EXPECT_EQ(four.one_shot_to, CudaDispatch::measured(4).one_shot_to);
   // Nothing that was not measured: other models, other numbers of ranks, and what a table leaves out.
@@ -113,12 +113,12 @@ TEST(CudaDispatch, RankZerosModelCounts) {
   DispatchLimits limits{kAmple};
   limits.model = "NVIDIA H200";
   const CudaDispatch exact = agree_on_dispatch(store, 0, 4, {}, limits, [] {});
-  EXPECT_EQ(exact.nccl_reduce_scatter_from, CudaDispatch::kNever) << "NCCL adds in another order";
+  EXPECT_EQ(exact.nccl_all_reduce_from, CudaDispatch::kNever) << "NCCL adds in another order";
   limits.key = "fast", limits.fast = true;
   agree_on_dispatch(store, 0, 4, {}, limits, [] {});
   limits.model = "", limits.fast = false;
   const CudaDispatch told = agree_on_dispatch(store, 1, 4, {}, limits, [] {});
-  EXPECT_EQ(told.nccl_reduce_scatter_from, uint64_t{64} << 20);
+  EXPECT_EQ(told.nccl_all_reduce_from, uint64_t{64} << 20);
   EXPECT_TRUE(told.nccl_of_model);
 }
 
