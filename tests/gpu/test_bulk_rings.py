@@ -6,7 +6,10 @@ The dispatch here uses bulk rings for every size. The measured table does so on 
 from __future__ import annotations
 
 import itertools
+import json
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -203,6 +206,14 @@ def test_moves_and_sums_of_few_blocks(blocks: int) -> None:
     run(_few, blocks, own=True)
 
 
+def grids(profile: torch.profiler.profile) -> dict[str, int]:
+    """The blocks of each kernel that ran."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profile.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text(encoding="utf-8"))["traceEvents"]
+    return {event["name"]: event["args"]["grid"][0] for event in events if "grid" in event.get("args", {})}
+
+
 def _steps(rank: Rank, blocks: int) -> None:
     """What captured steps have of their own: the bits of other calls, between such calls, by kernels of few blocks."""
     device = device_of(rank)
@@ -210,7 +221,8 @@ def _steps(rank: Rank, blocks: int) -> None:
     chosen = complete(ark_torch.Options())
     step = ("step_all_reduce_from", "step_reduce_scatter_from", "step_move_from", "step_send_from")
     numbers = dict.fromkeys(step, 1 << 18) | {"ring_blocks": 2, "bulk_from": 1 << 30}
-    numbers |= {"step_blocks": blocks, "step_all_reduce_blocks": (blocks + 1) // 2}
+    fewer = (blocks + 1) // 2
+    numbers |= {"step_blocks": blocks, "step_all_reduce_blocks": fewer, "relay_from": 1 << 40}
     chosen.cuda_dispatch = [(8, numbers)]
     rank.init(pg_options=chosen)
     backend = dist.group.WORLD._get_backend(device)  # type: ignore[union-attr]
@@ -256,8 +268,11 @@ def _steps(rank: Rank, blocks: int) -> None:
                 with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
                     graph.replay()
                     torch.cuda.synchronize()
-                ran = {event.name for event in profile.events()}
-                assert any(kernel in name for name in ran) == captures, (what, captures, ran)
+                ran = grids(profile)
+                assert any(kernel in one for one in ran) == captures, (what, captures, ran)
+                if captures and name != "exchange":
+                    wanted_blocks = fewer if name == "all_reduce" else blocks
+                    assert [grid for one, grid in ran.items() if kernel in one] == [wanted_blocks], (what, ran)
                 graphs.append((captures, graph))
             for captures, graph in 2 * graphs:
                 found.zero_(), part.zero_()

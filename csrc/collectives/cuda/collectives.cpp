@@ -385,10 +385,10 @@ void CudaCommunicator::all_gather(const Operation& operation, const void* in, vo
 
 void CudaCommunicator::broadcast(const Operation& operation, void* data, size_t bytes) {
   watch_.check(operation.context);
-  const bool step = in_step(operation, bytes, dispatch_.step_move_from);
-  const bool by_engines = bytes >= dispatch_.broadcast_engine_from && !step;
+  const bool by_engines =
+      bytes >= dispatch_.broadcast_engine_from && !in_step(operation, bytes, dispatch_.step_move_from);
   if (size_ > 1 && by_engines && bytes != 0 && engine_broadcast(operation, data, bytes)) return;
-  if (size_ > 2 && bytes >= dispatch_.relay_from && !step) return Launch{*this, operation}.relay(data, bytes);
+  if (size_ > 2 && bytes >= dispatch_.relay_from) return Launch{*this, operation}.relay(data, bytes);
   const int root = operation.descriptor.root;
   device::MoveParams params{};
   for (int r = 0; r < size_ && rank_ == root; ++r) {

@@ -147,7 +147,8 @@ bool is_streamed_matrix(const Plan& plan, const Stage& stage, const Access& acce
 
 bool is_read_again_by_rows(const Plan& plan, const Stage& stage) {
   const auto* experts = std::get_if<ExpertsStage>(&stage.body);
-  return experts != nullptr && is_separate(plan, *experts) && rows_of(plan, *experts) > 1;
+  return experts != nullptr && is_separate(plan, *experts) &&
+         rows_of(plan, *experts) > value_at(plan, experts->table).shape[0];
 }
 
 bool is_streamed_state(const Plan& plan, const Stage& stage, const Access& access) {

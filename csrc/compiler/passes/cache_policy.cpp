@@ -45,13 +45,17 @@ class Choice {
   }
 
  private:
+  bool is_looked_up(const Access& access) const {
+    return kind_of(plan_, access) == OperandKind::table && !access.write;
+  }
+
   // The smallest tables of the step, as many as fit into the cache together.
   void find_near_tables() {
     std::map<int, double> bytes;  // by buffer
     for (const Stage& stage : plan_.stages)
       for (const Access& access : stage.accesses)
-        if (kind_of(plan_, access) == OperandKind::table && !std::holds_alternative<ExpertsStage>(stage.body))
-          bytes[value_of(plan_, access).buffer] = bytes_of(plan_, access);
+        if (is_looked_up(access) && !std::holds_alternative<ExpertsStage>(stage.body))
+          bytes[value_of(plan_, access).buffer] = static_cast<double>(plan_.graph.buffer_of(access.value).bytes);
     std::vector<std::pair<double, int>> tables;
     for (const auto& [buffer, size] : bytes) tables.emplace_back(size, buffer);
     std::ranges::sort(tables);
@@ -156,7 +160,9 @@ class Choice {
       case OperandKind::activation: return costs_.reused_last && again ? CachePolicy::evict_last : CachePolicy::normal;
       case OperandKind::table:
         // Few rows of other tables are reused while cached (performance page, "Cache policies").
-        return near_tables_.count(value_of(plan_, access).buffer) != 0 ? CachePolicy::normal : CachePolicy::evict_first;
+        return is_looked_up(access) && near_tables_.count(value_of(plan_, access).buffer) == 0
+                   ? CachePolicy::evict_first
+                   : CachePolicy::normal;
       default: return CachePolicy::normal;
     }
   }
