@@ -75,6 +75,7 @@ def cases() -> dict[str, Case]:
         "scan": (lambda t: t.cumsum(1) + t.cumsum(0), [table]),
         "bags": (lambda i, t, o: F.embedding_bag(i, t, o, mode="sum") * 2, [index, table, torch.tensor([0, 0, 3])]),
         "experts": module(models.Experts(64, 96), torch.randn(3, 64)),
+        "fewer experts than rows": module(models.Experts(64, 96), torch.randn(6, 64)),
         "sorted experts": module(models.SortedExperts(64, 96).to(BF16), torch.randn(6, 64, dtype=BF16)),
         "a chain": (lambda x, w: (F.silu(x @ w) @ w + x).softmax(-1), [torch.randn(6, 96), torch.randn(96, 96) / 10]),
     }

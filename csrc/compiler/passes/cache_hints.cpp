@@ -5,8 +5,6 @@
 
 #include <algorithm>
 #include <array>
-#include <functional>
-#include <numeric>
 #include <variant>
 
 #include "compiler/passes/kv_append.hpp"
@@ -76,21 +74,14 @@ bool is_streamed(const Plan& plan, const MatmulStage& matmul) {
                      matmul.m, value_at(plan, matmul.a).type);
 }
 
-int64_t rows_of(const Plan& plan, const ExpertsStage& experts) {
-  const Value& out = value_at(plan, experts.out);
-  return std::accumulate(out.shape.begin(), out.shape.end() - 1, int64_t{1}, std::multiplies<>());
-}
-
-// Whether each row is multiplied alone, by a matrix that others may have read before.
-bool is_separate(const Plan& plan, const ExpertsStage& experts) {
-  return !experts.runs && rows_of(plan, experts) <= kSeparateRows;
-}
-
 bool is_streamed(const Plan& plan, const ExpertsStage& experts) {
-  const Value& table = value_at(plan, experts.table);
-  const int64_t matrices = table.shape[0], rows = rows_of(plan, experts);
+  const Value &table = value_at(plan, experts.table), &out = value_at(plan, experts.out);
+  const int64_t matrices = table.shape[0];
+  int64_t rows = 1;
+  for (size_t d = 0; d + 1 < out.shape.size(); ++d) rows *= out.shape[d];
   const int64_t in_tiles = size_of(table.type) == 2 ? rows : std::min<int64_t>(rows, 64);
-  const int64_t most = is_separate(plan, experts) ? 1 : rows <= 8 * matrices ? std::min(rows, kTensorRows) : in_tiles;
+  const bool separate = !experts.runs && rows <= kSeparateRows && rows <= matrices;
+  const int64_t most = separate ? 1 : rows <= 8 * matrices ? std::min(rows, kTensorRows) : in_tiles;
   return is_streamed(
       plan, {experts.table, table.shape[1], stride_or_one(table, 1), stride_or_one(table, 2), {table.strides[0]}}, most,
       value_at(plan, experts.a).type);
@@ -143,12 +134,6 @@ bool is_streamed_matrix(const Plan& plan, const Stage& stage, const Access& acce
   const auto matmuls = matmuls_of(stage);
   return std::any_of(matmuls.begin(), matmuls.end(), [&](const MatmulStage& one) { return one.b == access.value; }) &&
          std::all_of(matmuls.begin(), matmuls.end(), [&](const MatmulStage& one) { return is_streamed(plan, one); });
-}
-
-bool is_read_again_by_rows(const Plan& plan, const Stage& stage) {
-  const auto* experts = std::get_if<ExpertsStage>(&stage.body);
-  return experts != nullptr && is_separate(plan, *experts) &&
-         rows_of(plan, *experts) > value_at(plan, experts->table).shape[0];
 }
 
 bool is_streamed_state(const Plan& plan, const Stage& stage, const Access& access) {

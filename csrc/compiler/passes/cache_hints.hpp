@@ -13,8 +13,6 @@ namespace ark::compiler {
 // Whether the access is the matrix of a product of few rows, which is streamed. In a ProductsStage all matrices are or
 // none is, as one kernel loads them.
 bool is_streamed_matrix(const Plan& plan, const Stage& stage, const Access& access);
-// Whether rows of the stage read the same matrix one after the other: few rows, but more than experts to choose from.
-bool is_read_again_by_rows(const Plan& plan, const Stage& stage);
 // Whether the access is the keys or values of attention with few queries. Either both are streamed or neither is.
 bool is_streamed_state(const Plan& plan, const Stage& stage, const Access& access);
 // Whether the value is in memory that readers poll, which gets no hint.

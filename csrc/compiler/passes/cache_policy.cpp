@@ -150,7 +150,7 @@ class Choice {
     const bool near = known && uses_.step_bytes() <= kNearShare * static_cast<double>(costs_.bytes);
     const OperandKind kind = kind_of(plan_, access);
     if (is_streamed_matrix(plan_, stage, access)) {
-      if ((near && costs_.plain_where_near) || is_read_again_by_rows(plan_, stage)) return CachePolicy::normal;
+      if (near && costs_.plain_where_near) return CachePolicy::normal;
       return !near && keeps(stage) ? CachePolicy::evict_last : CachePolicy::evict_first;
     }
     if (!known || near) return CachePolicy::normal;

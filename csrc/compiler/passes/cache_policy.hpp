@@ -2,8 +2,8 @@
 // this machine (CacheCosts).
 //
 // Without measurements the choice is the one with which the kernels were tuned: matrices of products of few rows are
-// evicted first, unless rows read them again, and so are rows of tables that do not fit into the cache together. All
-// else is plain. Accesses for which no kernel has an instruction stay normal; see cache_hints.hpp.
+// evicted first, and so are rows of tables that do not fit into the cache together. All else is plain. Accesses for
+// which no kernel has an instruction stay normal; see cache_hints.hpp.
 #pragma once
 
 #include <cstdint>

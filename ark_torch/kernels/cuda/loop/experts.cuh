@@ -1,9 +1,9 @@
 // Grouped product (mixture of experts): row p times the matrix of a table that p selects at run time.
 //
-// Few rows (decoding) are a product each, and the columns of all of them pass as one stream. More rows are first sorted
-// by matrix, with a counting sort that each tile repeats, as it is cheap compared with any product; then each selected
-// matrix is multiplied by its rows. Other matrices are not read. An element's sum has product()'s order: bits depend
-// neither on other selections nor on tiles.
+// Few rows (decoding) are a product each, and the columns of all of them pass as one stream. More rows, or more than
+// there are matrices, are first sorted by matrix, with a counting sort that each tile repeats, as it is cheap compared
+// with any product; then each selected matrix is multiplied by its rows. Other matrices are not read. An element's sum
+// has product()'s order: bits depend neither on other selections nor on tiles.
 #pragma once
 
 #include "cuda/loop/failure.cuh"
@@ -22,7 +22,9 @@ struct Experts {
   bool runs;
 };
 
-inline constexpr int kSeparateRows = 16;  // so few are not sorted
+// So few rows are not sorted, if each may have a matrix of its own. (Reading a matrix once for its rows takes 1.5 times
+// as long as reading it for one row in the stream; with more rows than matrices it is read less often than that.)
+inline constexpr int kSeparateRows = 16;
 
 // The positions of each product's rows; `order` maps them to the user's rows.
 template <class AAt, class OutAt>
@@ -128,7 +130,7 @@ ARK_LOOP void grouped_product(const Context& context, const A* a, const W* table
                            .b_aligned = s.table_aligned,
                            .b_cache = s.table_cache};
   const NoBias* const no_bias = nullptr;
-  if constexpr (!s.runs && s.rows <= kSeparateRows) {
+  if constexpr (!s.runs && s.rows <= kSeparateRows && s.rows <= s.experts) {
     __shared__ int64_t matrices[kSeparateRows];
     bool bad = false;
     sync();  // the previous use has ended

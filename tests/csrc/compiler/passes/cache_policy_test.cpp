@@ -128,31 +128,6 @@ TEST(CachePolicy, TheSmallestTablesThatFitTogetherStay) {  // 2048 rows fill the
   EXPECT_EQ(of_tables({1900, 1900}), (std::vector{evict_first, evict_first}));
 }
 
-// Four experts of [kWide, kWide] for rows whose experts the index names.
-CachePolicy of_experts(int64_t rows) {
-  GraphBuilder build;
-  const auto type = ScalarType::bf16;
-  const int table = build.view(build.parameter({4, kWide, kWide}, type), {4, kWide, kWide}, {kWide * kWide, 1, kWide});
-  const int a = build.input({rows, kWide}, type), index = build.input({rows}, ScalarType::i64);
-  const int out = build.output({rows, kWide}, type);
-  build.graph.add_node({"experts", {a, table, index}, {out}, {}, "experts"});
-  const Plan plan = make_plan(build.graph, gpu());
-  std::vector<CachePolicy> found;
-  each_access(plan, [&](const Stage&, const Access& access) {
-    if (access.value == table) found.push_back(access.cache);
-  });
-  EXPECT_EQ(found.size(), 1u);
-  return found.at(0);
-}
-
-TEST(CachePolicy, ExpertsOfMoreRowsThanThereAreAreReadAgain) {
-  EXPECT_EQ(of_experts(1), evict_first);
-  EXPECT_EQ(of_experts(4), evict_first) << "one token's experts differ";
-  EXPECT_EQ(of_experts(5), normal);
-  EXPECT_EQ(of_experts(16), normal);
-  EXPECT_EQ(of_experts(17), evict_first) << "sorted by expert";
-}
-
 TEST(CachePolicy, AStepWithinTheCacheIsPlainWhereThatWasMeasured) {
   Target target = gpu();
   target.caches.plain_where_near = true;
