@@ -25,7 +25,7 @@ FAULTS = (
     fault(
         "group.aliased_all_to_all",
         HERE + "dense_all_to_all.cpp",
-        "    Input source(input.is_alias_of(output) ? input.clone() : input);",
+        "    Input source(overlap(input, output) ? input.clone() : input);",
         "    Input source(input);",
         "an all_to_all in place overwrites what it has not sent yet",
         "tests/distributed/test_data_movement.py",
