@@ -101,7 +101,7 @@ def test_files_of_several_dtypes_and_of_before(tmp_path: Path) -> None:
         report = load(name)
         if "collectives" in name and "multicast" in report:
             slow = [{**row, "dtype": "float32", "graph_us": {"ark": 1e9, "nccl": 1e9}} for row in report["rows"]]
-            report["rows"] = slow + [{**row, "dtype": "bfloat16"} for row in report["rows"]]
+            report["rows"] = slow + [{"dtype": "bfloat16", **row} for row in report["rows"]]
         return report
 
     before = load("cuda_collectives")

@@ -59,12 +59,12 @@ struct CudaDispatch {
   // sizes, before copy engines and whatever is above. A launch there waits for its peer beside computation, so few
   // blocks may win where they lose alone.
   uint64_t step_all_reduce_from = kNever;
-  uint64_t step_reduce_scatter_from = kNever;     // by the bytes of all parts
-  uint64_t step_move_from = kNever;               // messages of all_gather, gather, scatter and broadcast
-  uint64_t step_send_from = kNever;               // messages of send and recv
-  uint64_t step_blocks = 32;                      // blocks of these rings; 0: captured steps have none
-  uint64_t step_all_reduce_blocks = kMostBlocks;  // of these, those of an all_reduce
-  uint64_t step_copy_engine_from = kNever;        // all_reduces by copy engines, unless copy_engine_from is smaller
+  uint64_t step_reduce_scatter_from = kNever;  // by the bytes of all parts
+  uint64_t step_move_from = kNever;            // messages of all_gather, gather, scatter and broadcast
+  uint64_t step_send_from = kNever;            // messages of send and recv
+  uint64_t step_blocks = 32;                   // blocks of these rings; 0: captured steps have none
+  uint64_t step_all_reduce_blocks = 32;        // of these, those of an all_reduce, at most
+  uint64_t step_copy_engine_from = kNever;     // all_reduces by copy engines, unless copy_engine_from is smaller
 
   uint64_t host_blocks = 64;           // blocks of a launch through host memory
   uint64_t move_blocks = kMostBlocks;  // blocks of a collective that moves in chunks, from chunks_from on
