@@ -3,8 +3,8 @@
 //
 // A message is cut into chunks of 8 KB. Chunk i of block b is number i * blocks + b of the message, is step i of that
 // lane, and takes one of `depth` slots in the receiver's memory. Each warp has one task. A mover (bulk_pump()) loads
-// chunks into stages of shared memory several ahead of the oldest one that it stores. It never stops for a fence: a
-// telling warp publishes what is written and fetches credits.
+// chunks into stages of shared memory several ahead of the oldest one that it stores. It never stops for a fence:
+// one telling warp publishes what is written, and another fetches credits.
 #pragma once
 
 #include "cuda/bulk_copy.cuh"
@@ -15,7 +15,7 @@ namespace ark::device {
 // Memory order. Bytes are written once the storing thread's wait_group returns. It then stores the count of steps to
 // shared memory with release; the telling warp acquires it and stores `arrived` with a release at system scope, which
 // is cumulative. The receiver acquires `arrived`, and a proxy fence precedes its engine's loads. The receiver gives
-// credits when the mbarrier says that the slot was read; the sender's telling warp acquires them.
+// credits when the mbarrier says that the slot was read; the sender's fetching warp acquires them.
 //
 // The mover's warp uses ordinary accesses for what the engine cannot move: unaligned user buffers, and the bytes after
 // the last multiple of 16. Slots are aligned, and a chunk in a slot is padded.
@@ -34,9 +34,10 @@ namespace ark::device {
 // keeps its stage about twice as long as a load does, so a sender has two stages for stores to one for loads
 // (bulk_ahead()); of a taker, both ends are local. A sender also has the stages of a taker that has nothing to take.
 //
-// A sender publishes a step once a few later ones are stored, latency times bandwidth again, but at most half of the
-// ring (bulk_lag()): a receiver gives credits only for what it has been told of, and a sender whose ring is full waits
-// until all its stores are written.
+// A sender publishes a step once a few later ones are stored, latency times bandwidth again, but at most a quarter of
+// the ring (bulk_lag()): a receiver gives credits only for what it has been told of, so the rest of the ring must last
+// for the way there and back, and a sender whose ring is full waits until all its stores are written. For the same
+// reason one warp tells and another fetches credits: each access of theirs takes as long as a step.
 
 inline constexpr uint32 kBulkChunk = 8192;
 inline constexpr int kBulkStages = 27;
@@ -55,7 +56,7 @@ ARK_HOST_DEVICE constexpr uint32 bulk_taken(uint32 stages) {
 // `each`: stores that a chunk takes.
 inline constexpr uint32 kBulkMostLag = 12;
 ARK_HOST_DEVICE constexpr uint32 bulk_lag(uint32 chunks, uint32 each) {
-  const uint64 most = uint64{chunks / 2} * each;
+  const uint64 most = uint64{chunks / 4} * each;
   return most >= kBulkMostLag ? kBulkMostLag : most >= 8 ? 8 : most >= 4 ? 4 : most >= 2 ? 2 : 1;
 }
 
@@ -78,7 +79,7 @@ struct BulkShare {
   }
 };
 
-// Communication between a mover and its telling warp, in shared memory, for the lanes of one set of rings.
+// Communication between a mover and its telling warps, in shared memory, for the lanes of one set of rings.
 struct BulkWords {
   uint64 written;  // steps of this launch
   uint64 credit[kMaxRanks];
@@ -243,7 +244,7 @@ class BulkPace {
     for (uint32 lane = ring_.lane; lane < ring_.rings.bulk.lanes; lane += gridDim.x) tell(lane, windows_);
   }
 
-  // For the telling warp: updates what all lanes have started since `base`.
+  // For a telling warp: updates what all lanes have started since `base`.
   static __device__ __forceinline__ void look(const BulkRing& ring, BulkWords& words, uint64 base) {
     uint32 least = ~0u;
     for (uint32 lane = BulkWarp::thread(); lane < gridDim.x; lane += 32)
@@ -268,25 +269,41 @@ class BulkPace {
   uint32 begun_ = 0, allowed_ = 2;
 };
 
-// The telling warp's work. Thread r tells peer r how many of its `steps` are written, until all are, and fetches r's
-// credits; also() is called in every iteration. `total`: steps that the mover will publish.
-template <uint32 kSlots = 1, class Also>
-__device__ __forceinline__ void bulk_tell(const BulkRing& ring, BulkWords& words, uint64 sent, uint32 steps,
-                                          uint32 total, Also also) {
-  BulkWarp warp(ring.rings);
-  const int peer = BulkWarp::thread(), rank = ring.rings.rank;
-  const bool is_peer = peer < ring.rings.ranks && peer != rank;
-  uint64 told = 0;
-  for (;;) {
-    const uint64 written = load_block(words.written), now = min(written, uint64{steps});
-    if (is_peer && now != told && (words.apart >> peer & 1) == 0)
-      protocol::store_release(*ring.arrived(peer, rank), sent + (told = now) * kSlots);
-    if (__all_sync(~0u, written == total) || warp.over()) return;
-    also();
-    if (is_peer) store_block(words.credit[peer], protocol::load_acquire(*ring.credit(rank, peer)));
-    __syncwarp();
+// The telling warps' work for the lane of one set of rings: one tells, the other fetches. Thread r does it for peer r.
+template <uint32 kSlots = 1>
+class BulkTeller {
+ public:
+  // `sent`: slots to this thread's peer before this launch; `steps`: to this thread's peer; `total`: that the mover
+  // will publish.
+  __device__ __forceinline__ BulkTeller(const BulkRing& ring, BulkWords& words, uint64 sent, uint32 steps, uint32 total)
+      : ring_(ring), words_(words), sent_(sent), steps_(steps), total_(total) {}
+
+  // Tells the peer how many of its steps are written. Returns whether all are.
+  __device__ __forceinline__ bool tell() {
+    const uint64 written = load_block(words_.written), now = min(written, uint64{steps_});
+    if (is_peer() && now != told_ && (words_.apart >> peer_ & 1) == 0)
+      protocol::store_release(*ring_.arrived(peer_, ring_.rings.rank), sent_ + (told_ = now) * kSlots);
+    return __all_sync(~0u, written == total_);
   }
-}
+  // Fetches the peer's credits. Returns whether all is written, so that none are needed.
+  __device__ __forceinline__ bool fetch() {
+    const uint64 written = load_block(words_.written);
+    if (__all_sync(~0u, written == total_)) return true;
+    if (is_peer()) store_block(words_.credit[peer_], protocol::load_acquire(*ring_.credit(ring_.rings.rank, peer_)));
+    __syncwarp();
+    return false;
+  }
+
+ private:
+  __device__ __forceinline__ bool is_peer() const { return peer_ < ring_.rings.ranks && peer_ != ring_.rings.rank; }
+
+  const BulkRing& ring_;
+  BulkWords& words_;
+  const uint64 sent_;
+  const uint32 steps_, total_;
+  const int peer_ = BulkWarp::thread();
+  uint64 told_ = 0;
+};
 
 // Some of the stages, as the array of their own that a mover takes.
 template <uint32 kCount, uint32 kStages, uint32 kChunk>

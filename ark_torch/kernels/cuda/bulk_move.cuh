@@ -1,7 +1,7 @@
 // Moves messages (move.cuh: same parameters) over bulk rings (bulk_lane.cuh): few blocks, one lane each, so that
 // computation keeps its multiprocessors while a launch waits for peers. The warps of a block: one sends to every peer
-// and copies this rank's own message, one tells, and one takes. Messages go to slots, or straight to the buffer that
-// the peer has announced (landing.cuh). Both ends of every message must take this kernel.
+// and copies this rank's own message, one tells, one fetches credits, and one takes. Messages go to slots, or straight
+// to the buffer that the peer has announced (landing.cuh). Both ends of every message must take this kernel.
 //
 // A thread starts only so many copies a second, and here a single one starts all of a direction. So a chunk takes two
 // slots, and starts at an even one.
@@ -19,7 +19,7 @@
 
 namespace ark::device {
 
-inline constexpr int kBulkMoveThreads = 3 * 32;
+inline constexpr int kBulkMoveThreads = 4 * 32;
 inline constexpr uint32 kMoveSlots = 2;
 // Shared memory of a block.
 ARK_HOST_DEVICE constexpr uint32 bulk_move_bytes(bool transfer) {
@@ -102,9 +102,15 @@ class BulkMove {
     tell_landed(p_.rings, ranks_, apart);
   }
   __device__ __forceinline__ void tell() {
-    bulk_tell<kMoveSlots>(ring_, shared_.words, sent_, peer_ ? sent(thread_).steps() : 0, most_steps(blockIdx.x), [&] {
+    Teller teller = this->teller();
+    while (!teller.tell() && !warp_.over()) {
+    }
+  }
+  __device__ __forceinline__ void fetch_credits() {
+    Teller teller = this->teller();
+    while (!teller.fetch() && !warp_.over()) {
       if (!kTransfer) BulkPace::look(ring_, shared_.words, pace_);
-    });
+    }
   }
 
   __device__ __forceinline__ void take() {
@@ -128,6 +134,10 @@ class BulkMove {
   }
 
  private:
+  using Teller = BulkTeller<kMoveSlots>;
+  __device__ __forceinline__ Teller teller() {
+    return {ring_, shared_.words, sent_, peer_ ? sent(thread_).steps() : 0, most_steps(blockIdx.x)};
+  }
   // The first slot that a chunk may take.
   static __device__ __forceinline__ uint64 even(uint64 slots) {
     return (slots + kMoveSlots - 1) / kMoveSlots * kMoveSlots;
@@ -239,6 +249,7 @@ __device__ __forceinline__ void bulk_move(const MoveParams& p) {
   const int task = threadIdx.x / 32;
   if (task == 0) return work.send();
   if (task == 1) return work.tell();
+  if (task == 2) return work.fetch_credits();
   work.take();
 }
 

@@ -1,7 +1,7 @@
 // Reductions by parts (two_shot.cuh: same parameters, same bits) over bulk rings (bulk_lane.cuh): few blocks, one lane
 // each. The warps of a block: one contributes to every peer, one loads all contributions to this rank's part to stages
-// of shared memory, eight add, one hands the sums out, one takes results from every peer, and two tell, one per set of
-// rings. Results go to slots, or straight to the buffer that the peer has announced (landing.cuh).
+// of shared memory, eight add, one hands the sums out, one takes results from every peer, one tells, and one fetches
+// credits. Results go to slots, or straight to the buffer that the peer has announced (landing.cuh).
 //
 // No deadlock: takers wait for data only; so adders, which wait for contributions and for takers' credits, proceed; so
 // contributors do. In place: a result overwrites what it was added from only after that was loaded.
@@ -49,7 +49,7 @@ class BulkTwoShot {
   static_assert(sizeof(Shared) <= kBulkSharedBytes);
   static constexpr uint32 kPeers = kRanks - 1;
   // Steps whose stores may be in flight before the mover waits for the oldest: latency times bandwidth.
-  static constexpr uint32 kLag = kRanks <= 2 ? 8 : kRanks <= 4 ? 3 : 2;
+  static constexpr uint32 kLag = kRanks <= 2 ? 4 : kRanks <= 4 ? 3 : 2;
 
  public:
   // Reads the counters before anyone advances them.
@@ -80,9 +80,20 @@ class BulkTwoShot {
     pace.close();
     if (peer_) contributions_.state(thread_)->sent = contribution_.sent + share(thread_).steps();
   }
-  __device__ __forceinline__ void tell_contributions() {
-    bulk_tell(contributions_, shared_.contributions, contribution_.sent, peer_ ? share(thread_).steps() : 0,
-              most_steps(0), [&] { BulkPace::look(contributions_, shared_.contributions, pace_); });
+  __device__ __forceinline__ void tell() {
+    BulkTeller contributions = contribution_teller(), results = result_teller();
+    for (;;) {
+      const bool contributed = contributions.tell(), handed_out = results.tell();
+      if ((contributed && handed_out) || warp_.over()) return;
+    }
+  }
+  __device__ __forceinline__ void fetch_credits() {
+    BulkTeller contributions = contribution_teller(), results = result_teller();
+    for (;;) {
+      const bool contributed = contributions.fetch(), handed_out = results.fetch();
+      if ((contributed && handed_out) || warp_.over()) return;
+      BulkPace::look(contributions_, shared_.contributions, pace_);
+    }
   }
 
   // Loads every rank's part to a stage.
@@ -180,10 +191,6 @@ class BulkTwoShot {
     if (peer_ && sends_to(thread_) && lands == nullptr) results_.state(thread_)->sent = result_.sent + steps;
     tell_landed(p_.results, kRanks, apart);
   }
-  __device__ __forceinline__ void tell_results() {
-    const uint32 steps = share(kRank).steps();
-    bulk_tell(results_, shared_.results, result_.sent, peer_ && sends_to(thread_) ? steps : 0, steps, [] {});
-  }
 
   __device__ __forceinline__ void take() {
     if (!sends_to(kRank)) return;
@@ -201,6 +208,14 @@ class BulkTwoShot {
   }
 
  private:
+  __device__ __forceinline__ BulkTeller<> contribution_teller() {
+    return {contributions_, shared_.contributions, contribution_.sent, peer_ ? share(thread_).steps() : 0,
+            most_steps(0)};
+  }
+  __device__ __forceinline__ BulkTeller<> result_teller() {
+    const uint32 steps = share(kRank).steps();
+    return {results_, shared_.results, result_.sent, peer_ && sends_to(thread_) ? steps : 0, steps};
+  }
   __device__ __forceinline__ BulkShare<> share(int part) const {
     return share(part, blockIdx.x);
   }
@@ -328,10 +343,10 @@ __device__ __forceinline__ void bulk_two_shot(const TwoShotParams& p, Rule rule)
   __syncthreads();
   const int task = threadIdx.x / 32;
   if (task == 0) return work.contribute();
-  if (task == 1) return work.tell_contributions();
+  if (task == 1) return work.tell();
   if (task == 2) return work.load();
   if (task == 3) return work.hand_out();
-  if (task == 4) return work.tell_results();
+  if (task == 4) return work.fetch_credits();
   if (task == 5) return work.take();
   work.add(task - 6, rule);
 }

@@ -32,7 +32,8 @@
 using namespace ark;
 
 namespace {
-std::atomic<int> capability{90}, version{13000}, devices{16}, reach{1}, launched{0}, tests{0};
+std::atomic<int> capability{90}, version{13000}, devices{16}, reach{1}, launched{0}, tests{0}, loaded_late{0};
+std::atomic<bool> meeting{false};
 std::atomic<int> dma_buf{1}, ordering{100}, memory_for_nics{1};
 std::atomic<int> shared{232448}, local{0}, resident{2};
 std::atomic<uint64_t> loop_sum{0}, capture{0}, next_address{uint64_t{1} << 40};
@@ -103,6 +104,10 @@ void pretend_loop_sum(uint64_t bytes) {
 int pretend_launches() {
   return launched;
 }
+// Modules that were loaded after a kernel had been launched that waits for a peer's host. A GPU would hang there.
+int pretend_loaded_late() {
+  return loaded_late;
+}
 // Counts tests that wrote into a peer's memory to see whether values arrive.
 int pretend_tests() {
   return tests;
@@ -158,6 +163,7 @@ CUresult cuCtxSetCurrent(CUcontext current) {
   return CUDA_SUCCESS;
 }
 CUresult cuModuleLoadData(CUmodule* module, const void*) {
+  loaded_late += meeting;
   *reinterpret_cast<intptr_t*>(module) = 1;
   return CUDA_SUCCESS;
 }
@@ -194,6 +200,7 @@ CUresult cuFuncGetParamInfo(CUfunction function, size_t, size_t* offset, size_t*
 }
 CUresult cuLaunchKernelEx(const CUlaunchConfig*, CUfunction function, void** params, void**) {
   const char* const name = reinterpret_cast<const char*>(function);
+  if (std::strcmp(name, "rendezvous") == 0) meeting = true;
   if (std::strncmp(name, "between_", 8) == 0) {
     const auto form = std::strcmp(name, "between_move") == 0  ? device::BetweenForm::move
                       : std::strcmp(name, "between_add") == 0 ? device::BetweenForm::add
