@@ -18,8 +18,6 @@ GPU, CPU, NODES = "h200", "processes", "namespaces"
 CALLS = (1 << 20, 9, 2)  # of processes, back to back: up to this size, beyond
 NAMES = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter",
          "all_to_all_single": "all_to_all"}  # fmt: skip
-# Rows of these commits were measured with these fields of CudaDispatch (as in that commit).
-SETTINGS = {"c8789ff": {"copy_engine_from": 24 << 20}}
 
 
 @dataclass(frozen=True)
@@ -60,33 +58,29 @@ def rows(results: Path) -> list[Measured]:
 
 
 def _gpus(results: Path) -> Iterator[Measured]:
-    every = [
-        row
-        for row in load(results, "cuda_collectives")["rows"]
-        if row["operation"] in OPERATIONS and row.get("dtype", "bfloat16") == "bfloat16"
-    ]
-    for group in _groups(every, "operation", "ranks"):
-        fit = _alternating(group)
-        for row in group:
-            settings = next((of for name, of in SETTINGS.items() if name in row.get("revision", "")), None)
-            # Engines that another file measures at more sizes are fitted there.
-            fitted = row["bytes"] in fit and settings is None
-            if settings is not None and row["bytes"] >= settings["copy_engine_from"]:
-                settings = {**settings, "bulk_from": 1 << 62}
-            if row["ranks"] == 2:  # measured before bulk rings had sums of two ranks
-                settings = {**(settings or {}), "bulk_from": 1 << 62, "copy_engine_from": 24 << 20}
-            elif settings is None:  # measured before bulk rings had smaller ones of more ranks
-                settings = {"bulk_from": 24 << 20}
-            yield Measured(
-                GPU, row["operation"], row["ranks"], row["bytes"], row["graph_us"]["ark"], "cuda_collectives.json",
-                fitted, None, settings or {},
-            )  # fmt: skip
+    for ranks in (2, 4):
+        name = f"collectives_{ranks}_h200"
+        every = [
+            row
+            for row in load(results, name)["rows"]
+            # Rows with `measured` are older than the others, and than the dispatch.
+            if row["operation"] in OPERATIONS and row.get("dtype", "bfloat16") == "bfloat16" and "measured" not in row
+        ]
+        for group in _groups(every, "operation"):
+            fit = _alternating(group)
+            for row in group:
+                # The engines of four GPUs' large all_reduces are fitted where they are measured one by one.
+                elsewhere = ranks == 4 and row["operation"] == "all_reduce" and row["bytes"] >= 16 << 20
+                yield Measured(
+                    GPU, row["operation"], ranks, row["bytes"], row["graph_us"]["ark"], f"{name}.json",
+                    row["bytes"] in fit and not elsewhere,
+                )  # fmt: skip
 
 
 def _dispatch(results: Path) -> Iterator[Measured]:
-    """All_reduces of four GPUs, for each engine alone; bulk by 24 blocks, the default of that day."""
+    """All_reduces of four GPUs, for each engine alone; bulk by 32 blocks, the default."""
     every = load(results, "dispatch_4_h200")["rows"]
-    for contender, engine in (("ark_rings", "rings"), ("ark_engine", "copy_engine"), ("ark_bulk24", "bulk")):
+    for contender, engine in (("ark_rings", "rings"), ("ark_engine", "copy_engine"), ("ark_bulk32", "bulk")):
         of = [row for row in every if row["contender"] == contender]
         fit = _alternating(of)
         for row in of:

@@ -104,11 +104,12 @@ def test_files_of_several_dtypes_and_of_before(tmp_path: Path) -> None:
             report["rows"] = slow + [{"dtype": "bfloat16", **row} for row in report["rows"]]
         return report
 
-    before = load("cuda_collectives")
+    before = load("collectives_4_h200")
     before["rows"] = [{key: row[key] for key in row if key != "dtype"} for row in before["rows"]]
     with_dtypes = {**before, "rows": [{**row, "dtype": "bfloat16"} for row in before["rows"]]}
     assert cuda_collectives.table(before) == cuda_collectives.table(with_dtypes)
-    assert len(both("cuda_collectives")["rows"]) == 2 * len(before["rows"])
+    assert len(both("collectives_4_h200")["rows"]) == 2 * len(before["rows"])
     assert headline_tables.collectives(both) == headline_tables.collectives(load)
-    (tmp_path / "cuda_collectives.json").write_text(json.dumps(both("cuda_collectives")))
+    for name in ("collectives_2_h200", "collectives_4_h200"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(both(name)))
     assert list(measured._gpus(tmp_path)) == list(measured._gpus(FOLDER / "results"))
