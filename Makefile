@@ -76,9 +76,14 @@ test-nightly: setup $(if $(filter 1/%,$(SHARD)),test-cpp) ## every test, long an
 	$(PYTEST) -n $(JOBS) --dist loadgroup -m "not alone" --night --shard $(SHARD)
 	$(PYTEST) -m alone --night --shard $(SHARD) || test $$? = 5
 
-# These tests fail where they cannot run. Without a GPU nothing is collected, which fails, too.
+# These tests fail where they cannot run. Without a GPU nothing is collected, which fails, too. Most of a test's time is
+# its processes' start, so a few run at once and share the GPUs.
+GPU_JOBS ?= 3
+test-gpu: export NCCL_NVLS_ENABLE = 0
+test-gpu: export TORCH_SYMM_MEM_DISABLE_MULTICAST = 1
 test-gpu: setup ## the tests on GPUs; SHARD=2/3: every third, from the second on; ARK_TEST_RANKS=2: ranks share one
-	NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 $(PYTEST) --night --shard $(SHARD) tests/gpu
+	$(PYTEST) -n $(GPU_JOBS) --dist loadgroup -m "not alone" --night --shard $(SHARD) tests/gpu
+	$(PYTEST) -m alone --night --shard $(SHARD) tests/gpu || test $$? = 5
 
 .PHONY: test-torch test-mutations wheels
 test-torch: setup ## the fast tests and PyTorch's own suite with another PyTorch: VERSION=2.14.1
@@ -93,7 +98,7 @@ wheels: setup ## manylinux wheels, one for each PyTorch minor, each installed an
 
 .PHONY: test-gpu-long test-gpu-sanitizer
 test-gpu-long: setup ## on GPUs: 10^5 random operations against NCCL, and five minutes of mixed load
-	ARK_TEST_OPERATIONS=50000 ARK_TEST_SOAK_SECONDS=300 $(PYTEST) tests/gpu/test_against_nccl.py tests/gpu/test_endurance.py
+	ARK_TEST_OPERATIONS=50000 ARK_TEST_SOAK_SECONDS=300 $(PYTEST) --night tests/gpu/test_against_nccl.py tests/gpu/test_endurance.py
 
 test-gpu-sanitizer: setup ## every family of kernels under compute-sanitizer (of the CUDA Toolkit)
 	$(PYTEST) tests/gpu/test_sanitizer.py

@@ -129,8 +129,13 @@ run_part() {
   pipeline) benchmark pipeline --seconds "$(at_most 120)" ;;
   dlrm) benchmark dlrm_step --rounds 3 --seconds "$(at_most 150)" ;;
   tests:*)
-    ARK_TEST_RANKS=$RANKS "$PYTHON" -m pytest -v -rfEs --tb=short --durations=20 --night --shard "${PART#tests:}" \
-      -p no:cacheprovider tests/gpu
+    export ARK_TEST_RANKS=$RANKS
+    local test=("$PYTHON" -m pytest -v -rfEs --tb=short --durations=20 --night --shard "${PART#tests:}" -p no:cacheprovider)
+    "${test[@]}" -n 3 --dist loadgroup -m "not alone" tests/gpu
+    local code=$?
+    "${test[@]}" -m alone tests/gpu
+    local alone=$?
+    return $((code != 0 ? code : alone == 5 ? 0 : alone))
     ;;
   *)
     echo "$PART is no part: see the head of $0" >&2

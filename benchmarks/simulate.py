@@ -3,8 +3,8 @@
     python benchmarks/simulate.py [--keep-machines]
 
 Writes ark_torch/simulation/machines.json, results/simulate.json and results/simulate.png. It measures nothing. Run it
-again when simulate_groups.json (benchmarks/simulate_groups.py), collectives_2_h200.json and _4_, dispatch_4_h200.json or
-the steps' files change. It takes a minute of CPU time.
+again when simulate_groups.json (benchmarks/simulate_groups.py), collectives_2_h200.json, collectives_4_h200.json,
+dispatch_4_h200.json or the steps' files change. It takes a minute of CPU time.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def _first(rank: Rank, dispatch: dict[str, int], long_first: bool) -> tuple[int,
 
 @pytest.mark.parametrize("long_first", [True, False])
 @pytest.mark.parametrize("dispatch", [{}, {"bulk_send_from": 1 << 20}], ids=["default", "bulk"])
-def test_modules_are_loaded_before_kernels_wait(pretended_gpu: Any, dispatch: dict[str, int], long_first: bool) -> None:
-    """Loading a module waits for kernels that run, and these for what both ranks post later."""
+def test_kernels_are_loaded_before_one_waits(pretended_gpu: Any, dispatch: dict[str, int], long_first: bool) -> None:
+    """Loading a kernel waits for those that run, and these for what both ranks post later."""
     outcomes = run_ranks(_first, 2, dispatch, long_first, env=pretended_gpu)
     assert outcomes == [(3, 0), (3, 0)], "a launch in which both meet, and one of each message"

@@ -1,6 +1,6 @@
 """Collectives of few blocks, by bulk rings and by rings of chunks: unchanged bits; lost peers are reported as usual.
 
-The dispatch here uses bulk rings for every size. The measured table does so on three and four ranks, for large ones.
+The dispatch here uses bulk rings for every size. The measured table does so for large ones on up to four ranks.
 """
 
 from __future__ import annotations

@@ -68,6 +68,8 @@ def test_a_graph_outlives_what_it_captured() -> None:
         torch.testing.assert_close(result, eager(x), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.nightly
+@pytest.mark.alone
 def test_graphs_that_are_gone_hold_no_memory() -> None:
     """Repeated captures: each graph's memory, some megabytes, is freed with the graph."""
     eager, x = mlp()

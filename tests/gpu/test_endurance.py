@@ -20,6 +20,8 @@ from support import tables
 from support.launcher import Job
 from support.rank import Rank
 
+pytestmark = [pytest.mark.nightly, pytest.mark.alone]
+
 GROUPS = 200
 SOAK_S = float(os.environ.get("ARK_TEST_SOAK_SECONDS", "10"))
 # A hundredth of one group's arena. Smaller growth does not come from the groups.

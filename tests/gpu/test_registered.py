@@ -244,6 +244,8 @@ def _flat(rank: Rank) -> None:
         assert held["mappings"] <= first["mappings"] + 20, seen
 
 
+@pytest.mark.nightly
+@pytest.mark.alone
 @pytest.mark.timeout(200)
 def test_a_hundred_registrations_leave_nothing() -> None:
     run(_flat, own=True)
@@ -275,6 +277,8 @@ def _freed(rank: Rank) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.nightly
+@pytest.mark.alone
 def test_memory_that_goes_while_it_is_registered() -> None:
     run(_freed, own=True)
 

@@ -4,7 +4,7 @@
 // A message is cut into chunks of 8 KB. Chunk i of block b is number i * blocks + b of the message, is step i of that
 // lane, and takes one of `depth` slots in the receiver's memory. Each warp has one task. A mover (bulk_pump()) loads
 // chunks into stages of shared memory several ahead of the oldest one that it stores. It never stops for a fence:
-// one telling warp publishes what is written, and another fetches credits.
+// a telling warp publishes what is written, and a fetching warp fetches credits.
 #pragma once
 
 #include "cuda/bulk_copy.cuh"
@@ -35,9 +35,10 @@ namespace ark::device {
 // (bulk_ahead()); of a taker, both ends are local. A sender also has the stages of a taker that has nothing to take.
 //
 // A sender publishes a step once a few later ones are stored, latency times bandwidth again, but at most a quarter of
-// the ring (bulk_lag()): a receiver gives credits only for what it has been told of, so the rest of the ring must last
-// for the way there and back, and a sender whose ring is full waits until all its stores are written. For the same
-// reason one warp tells and another fetches credits: each access of theirs takes as long as a step.
+// the ring (bulk_lag(); sums of few chunks a ring, half of it): a receiver gives credits only for what it has been told
+// of, so the rest of the ring must last for the way there and back, and a sender whose ring is full waits until all its
+// stores are written. For the same reason one warp tells and another fetches credits: each access of theirs takes as
+// long as a step.
 
 inline constexpr uint32 kBulkChunk = 8192;
 inline constexpr int kBulkStages = 27;
@@ -79,7 +80,8 @@ struct BulkShare {
   }
 };
 
-// Communication between a mover and its telling warps, in shared memory, for the lanes of one set of rings.
+// Communication between a mover, its telling and its fetching warp, in shared memory, for the lanes of one set of
+// rings.
 struct BulkWords {
   uint64 written;  // steps of this launch
   uint64 credit[kMaxRanks];
@@ -244,7 +246,7 @@ class BulkPace {
     for (uint32 lane = ring_.lane; lane < ring_.rings.bulk.lanes; lane += gridDim.x) tell(lane, windows_);
   }
 
-  // For a telling warp: updates what all lanes have started since `base`.
+  // For the fetching warp: updates what all lanes have started since `base`.
   static __device__ __forceinline__ void look(const BulkRing& ring, BulkWords& words, uint64 base) {
     uint32 least = ~0u;
     for (uint32 lane = BulkWarp::thread(); lane < gridDim.x; lane += 32)
@@ -269,7 +271,7 @@ class BulkPace {
   uint32 begun_ = 0, allowed_ = 2;
 };
 
-// The telling warps' work for the lane of one set of rings: one tells, the other fetches. Thread r does it for peer r.
+// The work of the telling and of the fetching warp for the lane of one set of rings. Thread r does it for peer r.
 template <uint32 kSlots = 1>
 class BulkTeller {
  public:

@@ -186,9 +186,8 @@ struct CudaCommunicator::Launch {
   }
   // A message of `bytes` to or from a peer, which both ends know.
   void transfer(const device::MoveParams& message, uint64_t bytes, int peer) const {
-    // A module is not loaded while a kernel runs, and the kernels of other transfers wait for what the peer posts
-    // later.
-    group.kernel(GroupKernel::move, RuleKind::any);
+    // Loading a kernel waits for those that run, and a transfer's may wait for what both ranks post behind it.
+    for (const GroupKernel kind : {GroupKernel::move, GroupKernel::rendezvous}) group.kernel(kind, RuleKind::any);
     if (layout.transfers.bulk.lanes != 0 || layout.transfers.step_bulk.lanes != 0)
       group.kernel(GroupKernel::bulk_transfer, RuleKind::any);
     if (peer != rank && bytes != 0 && bytes >= dispatch.rendezvous_from) {

@@ -104,7 +104,8 @@ void pretend_loop_sum(uint64_t bytes) {
 int pretend_launches() {
   return launched;
 }
-// Modules that were loaded after a kernel had been launched that waits for a peer's host. A GPU would hang there.
+// Modules and kernels that were loaded after a message's kernel had been launched, which waits for a peer's host. A GPU
+// would hang there.
 int pretend_loaded_late() {
   return loaded_late;
 }
@@ -167,6 +168,10 @@ CUresult cuModuleLoadData(CUmodule* module, const void*) {
   *reinterpret_cast<intptr_t*>(module) = 1;
   return CUDA_SUCCESS;
 }
+CUresult cuFuncLoad(CUfunction) {
+  loaded_late += meeting;
+  return CUDA_SUCCESS;
+}
 CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char* name) {
   *reinterpret_cast<void**>(function) = strdup(name);
   return CUDA_SUCCESS;
@@ -200,7 +205,8 @@ CUresult cuFuncGetParamInfo(CUfunction function, size_t, size_t* offset, size_t*
 }
 CUresult cuLaunchKernelEx(const CUlaunchConfig*, CUfunction function, void** params, void**) {
   const char* const name = reinterpret_cast<const char*>(function);
-  if (std::strcmp(name, "rendezvous") == 0) meeting = true;
+  for (const char* const waits : {"rendezvous", "move", "bulk_transfer"})
+    if (std::strcmp(name, waits) == 0) meeting = true;
   if (std::strncmp(name, "between_", 8) == 0) {
     const auto form = std::strcmp(name, "between_move") == 0  ? device::BetweenForm::move
                       : std::strcmp(name, "between_add") == 0 ? device::BetweenForm::add

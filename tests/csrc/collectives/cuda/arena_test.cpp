@@ -112,7 +112,7 @@ TEST(Lanes, MoversShareStages) {
       const uint32_t lag = device::bulk_lag(chunks, each);
       EXPECT_GE(lag, 1u);
       EXPECT_LE(lag, device::kBulkMostLag);
-      EXPECT_LE(lag, chunks / 2 * each) << "a launch of more steps would drain its stores each time the ring is full";
+      EXPECT_TRUE(lag == 1 || lag <= chunks / 4 * each) << "credits come late, and a full ring drains all stores";
     }
   }
 }
