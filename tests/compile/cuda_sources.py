@@ -14,6 +14,7 @@ from ark_torch import _C, _jit
 from ark_torch.compile import build
 
 MULTIPROCESSORS = 132  # as an H100 or H200
+ALIGNED = "constexpr bool kAligned = true;"
 needs_nvrtc = pytest.mark.skipif(
     not any(one.name == "nvidia-cuda-nvrtc" for one in importlib.metadata.distributions()),
     reason="nvidia-cuda-nvrtc is not installed",
@@ -68,11 +69,14 @@ class Sources:
         text = _C.plan.plan_for(self.graph, self.arch, MULTIPROCESSORS)
         return [stage["name"] for stage in json.loads(text)["stages"]]
 
-    def check(self) -> None:
-        """Each source compiles with the registers that a thread of its block can have."""
+    def check(self, misaligned: bool = False) -> None:
+        """Each source compiles with the registers that a thread of its block can have; `misaligned`: its functions'
+        variants for operands that are not aligned, too."""
         assert self.found
         _jit.configure()
-        for source in self.found:
+        variants = [source.replace(ALIGNED, ALIGNED.replace("true", "false")) for source in self.found if misaligned]
+        assert all(variant not in self.found for variant in variants), "nothing depends on alignment"
+        for source in self.found + variants:
             cubin, kernels = _C._compile_kernel(source, self.arch, fuse=True, may_spill=False)
             assert cubin[:4] == b"\x7fELF"
             [kernel] = kernels

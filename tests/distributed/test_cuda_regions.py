@@ -1,10 +1,11 @@
-"""Compiled regions with collectives on a pretended device: which ranks meet, and when. No kernel runs."""
+"""Compiled regions on a pretended device: which ranks meet, and when; where inputs are. No kernel runs."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from support import pretended
 from support.groups import ark_only
@@ -12,7 +13,7 @@ from support.launcher import run_ranks
 from support.pretended.groups import Summing, begin
 from support.rank import Rank
 
-from ark_torch import _jit
+from ark_torch import _C, _jit
 
 pytestmark = [ark_only]
 
@@ -56,3 +57,33 @@ def _carried(rank: Rank) -> None:
 
 def test_groups_that_ark_does_not_carry_run_otherwise(pretended_gpu: Any) -> None:
     run_ranks(_carried, 2, env={**pretended_gpu, "ARK_DISABLE_P2P": "0"})
+
+
+def _anywhere(rank: Rank, line: int) -> None:
+    """An input that the region writes, 4 bytes behind a multiple of 16, whose rows may have gaps."""
+    _jit.configure()
+    begin(rank)
+    rows, columns = 64, 8192
+    graph = _C.plan.Graph()
+    span = (rows - 1) * line + columns
+    buffer = graph.buffer("input", 0, span * 4, mutated=True)
+    before, after = (graph.value(buffer, "float32", [rows, columns], [line, 1]) for _ in range(2))
+    graph.argument(before)
+    graph.node("add", [before, before], [after], {}, "here")
+    region = _C.plan.Region(graph, "a region", {"device": rank.rank, "costs_from": "measured"})
+    pretended.driver.pretend_loop_adds(1)
+    for first in (1, 0):
+        memory = torch.rand(span + 4)
+        kept = memory.clone()
+        given = memory.as_strided((rows, columns), (line, 1), first)
+        region([pretended.on(rank.rank, given)])
+        at = pretended.driver.pretend_loop_added()
+        assert at % 16 == 0 and (at == given.data_ptr()) == (first == 0)
+        kept[first] += 1
+        assert torch.equal(memory, kept), "what the kernel wrote, and nothing else"
+
+
+@pytest.mark.parametrize("line", [8192, 8196])
+def test_inputs_that_are_not_aligned(pretended_gpu: Any, line: int) -> None:
+    """They are copied, and what was written is copied back, but no gap."""
+    run_ranks(_anywhere, 1, line, env=pretended_gpu)

@@ -99,7 +99,7 @@ std::vector<at::Tensor> Region::run(const std::vector<at::Tensor>& inputs) {
 
 std::optional<std::vector<at::Tensor>> Region::run_apart(const std::vector<at::Tensor>& inputs) {
   RECORD_FUNCTION(options_.name, {});
-  const std::vector<void*> pointers = pointers_of(inputs);
+  std::vector<void*> pointers = pointers_of(inputs);
   if (!mutated_.empty() && overlap(pointers)) return std::nullopt;
   std::vector<at::Tensor> outputs;
   outputs.reserve(outputs_.size());
@@ -111,7 +111,11 @@ std::optional<std::vector<at::Tensor>> Region::run_apart(const std::vector<at::T
     results.push_back(outputs.back().data_ptr());
   }
   if (cuda_) {
-    if (run_cuda(inputs, pointers.data(), results.data())) return outputs;
+    const Copies copies = align(inputs, pointers);
+    if (run_cuda(inputs, pointers.data(), results.data())) {
+      write_back(inputs, copies);
+      return outputs;
+    }
     if (options_.otherwise) return options_.otherwise(inputs);
     fail_carried();
   }
@@ -129,13 +133,14 @@ void Region::fail_carried() const {
 // Not in the timeline, as stamps cover one step.
 uint64_t Region::run_cuda_steps(const std::vector<at::Tensor>& inputs, uint64_t most,
                                 const std::function<bool()>& interrupted) {
-  const std::vector<void*> pointers = pointers_of(inputs);
+  std::vector<void*> pointers = pointers_of(inputs);
   if (!mutated_.empty() && overlap(pointers)) fail_overlap();
   if (most > std::numeric_limits<uint32_t>::max())
     throw Error(ErrorKind::invalid_argument, options_.name + ": " + std::to_string(most) + " steps in one launch",
                 ErrorContext{-1, -1, "", 0, "Ask for fewer than 2^32 at once."});
   const CurrentContext context(options_.device);
   const auto stream = static_cast<CUstream>(native_stream(current_stream(device())));
+  const Copies copies = align(inputs, pointers);
   CudaLoop::Launched launched;
   const auto start = [&](CUstream on, const loop::Ranks* ranks) {
     launched = cuda_->launch_steps(pointers.data(), on, static_cast<uint32_t>(most), ranks);
@@ -146,8 +151,11 @@ uint64_t Region::run_cuda_steps(const std::vector<at::Tensor>& inputs, uint64_t 
   else if (!ranks_->launch([&](CUstream on, const loop::Ranks& ranks) { start(on, &ranks); }))
     fail_carried();
   try {
-    return cuda_->wait_steps(launched, stream, interrupted);
+    const uint64_t done = cuda_->wait_steps(launched, stream, interrupted);
+    write_back(inputs, copies);
+    return done;
   } catch (const Error& error) {
+    if (error.kind() == ErrorKind::aborted) write_back(inputs, copies);  // the steps before count
     if (error.kind() == ErrorKind::aborted)
       for (size_t number = 0; number < options_.groups.size(); ++number) group(static_cast<int64_t>(number))->abort();
     else if (ranks_)

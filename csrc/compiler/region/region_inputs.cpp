@@ -1,4 +1,7 @@
 // Checks of a call's inputs (region.hpp): they must match what was compiled, and be disjoint where the region writes.
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/as_strided.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
 
 #include <cstdint>
@@ -7,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "compiler/emit/common/emit_tables.hpp"
 #include "compiler/region/region.hpp"
 #include "util/error.hpp"
 
@@ -101,6 +105,34 @@ bool Region::overlap(const std::vector<void*>& pointers) const {
   const std::lock_guard lock(apart_mutex_);
   apart_ = pointers;
   return false;
+}
+
+// Inputs that a GPU's kernel needs aligned and that are elsewhere are copied, as Inductor does, and their pointers
+// replaced. Rare: what PyTorch allocates is aligned, and so are most views.
+Region::Copies Region::align(const std::vector<at::Tensor>& inputs, std::vector<void*>& pointers) const {
+  Copies copies;
+  for (const size_t i : cuda_->aligned()) {
+    if (i >= inputs.size()) break;  // outputs are allocated by the region
+    if (reinterpret_cast<uintptr_t>(pointers[i]) % kPieceAlignment == 0 || inputs[i].numel() == 0) continue;
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    const at::Tensor& input = inputs[i];
+    int64_t span = 1;  // elements, gaps included
+    for (int64_t d = 0; d < input.dim(); ++d) span += (input.size(d) - 1) * input.stride(d);
+    at::Tensor copy = at::empty({span}, input.options());
+    copy.copy_(input.as_strided({span}, {1}, input.storage_offset()));
+    pointers[i] = copy.data_ptr();
+    copies.emplace_back(i, std::move(copy));
+  }
+  return copies;
+}
+
+// What the step wrote into copies of inputs. Gaps are not written: they may be another tensor's.
+void Region::write_back(const std::vector<at::Tensor>& inputs, const Copies& copies) const {
+  for (const auto& [i, copy] : copies) {
+    if (!inputs_[i].mutated) continue;
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    at::Tensor(inputs[i]).copy_(copy.as_strided(inputs[i].sizes(), inputs[i].strides(), 0));
+  }
 }
 
 void Region::fail_overlap() const {

@@ -13,6 +13,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "compiler/emit/cuda/emit_cuda.hpp"
 #include "compiler/passes/lower_collectives.hpp"
@@ -69,6 +70,8 @@ class CudaLoop {
   const std::string& source() const { return source_.text; }
   const jit::Kernel& kernel() const { return *kernel_; }
   int shared_bytes() const;  // per block
+  // The inputs (and, behind them, outputs) that must be at multiples of kPieceAlignment.
+  const std::vector<size_t>& aligned() const { return source_.aligned; }
   SavedKernel saved() const;
 
  private:

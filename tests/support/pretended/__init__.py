@@ -75,6 +75,7 @@ def enter(with_driver: bool = True) -> None:
         driver = ctypes.CDLL(str(folder / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)  # later found by its name
         for name in ("pretend_capture", "pretend_graph_end"):
             getattr(driver, name).argtypes = [ctypes.c_uint64]
+        driver.pretend_loop_added.restype = ctypes.c_uint64
     spec = importlib.util.spec_from_file_location("pretended_device", folder / "pretended_device.so")
     assert spec is not None and spec.loader is not None
     device = importlib.util.module_from_spec(spec)

@@ -36,7 +36,8 @@ std::atomic<int> capability{90}, version{13000}, devices{16}, reach{1}, launched
 std::atomic<bool> meeting{false};
 std::atomic<int> dma_buf{1}, ordering{100}, memory_for_nics{1};
 std::atomic<int> shared{232448}, local{0}, resident{2};
-std::atomic<uint64_t> loop_sum{0}, capture{0}, next_address{uint64_t{1} << 40};
+std::atomic<bool> loop_adds{false};
+std::atomic<uint64_t> loop_added{0}, loop_sum{0}, capture{0}, next_address{uint64_t{1} << 40};
 thread_local void* context = nullptr;
 
 // Objects owned by graphs. A graph is its capture's id.
@@ -100,6 +101,14 @@ void pretend_refuse_to_hold(int value) {
 // Loop kernels sum so many bytes of float32 in place over nodes of one rank; 0: they do nothing.
 void pretend_loop_sum(uint64_t bytes) {
   loop_sum = bytes;
+}
+// Loop kernels add 1 to the first float32 of their first argument.
+void pretend_loop_adds(int value) {
+  loop_adds = value != 0;
+}
+// Where the last one did.
+uint64_t pretend_loop_added() {
+  return loop_added;
 }
 int pretend_launches() {
   return launched;
@@ -217,6 +226,11 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig*, CUfunction function, void** par
   }
   if (std::strcmp(name, "loop_kernel") == 0 && loop_sum != 0)
     test::play_loop_sum(*static_cast<const loop::Launch<1>*>(params[0]), loop_sum);
+  if (std::strcmp(name, "loop_kernel") == 0 && loop_adds) {
+    auto* const first = reinterpret_cast<float*>(static_cast<const loop::Launch<1>*>(params[0])->pointers[0]);
+    loop_added = reinterpret_cast<uint64_t>(first);
+    *first += 1;
+  }
   if (std::strcmp(name, "peer_test") != 0) {
     ++launched;
     return CUDA_SUCCESS;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <variant>
 
+#include "compiler/emit/common/emit_tables.hpp"
 #include "compiler/passes/kv_append.hpp"
 #include "compiler/passes/prologue_fusion.hpp"
 #include "cuda/loop/group.cuh"
@@ -110,6 +111,13 @@ void StageFunctions::write(FunctionWriter& writer, const Stage& stage) {
   }
 }
 
+// Whether all operands that should be aligned are, if their buffers are.
+bool StageFunctions::starts_aligned(const FunctionWriter& writer) const {
+  for (size_t i = 0; i < writer.operands().size(); ++i)
+    if (writer.aligned()[i] && place_of(plan_, writer.operands()[i], 0).offset % kPieceAlignment != 0) return false;
+  return true;
+}
+
 void StageFunctions::add(const Unit& unit) {
   const Stage& stage = plan_.stages[static_cast<size_t>(unit.stage)];
   FunctionWriter writer(plan_.graph, plan_.stages[static_cast<size_t>(unit.head < 0 ? unit.stage : unit.head)], code_);
@@ -129,9 +137,9 @@ void StageFunctions::add(const Unit& unit) {
     std::string name = formatted("{}_{}", name_of_kind(stage), known->second);
     if (unit.head >= 0) name = formatted("{}_{}", name_of_kind(plan_.stages[static_cast<size_t>(unit.head)]), name);
     names_.push_back(name);
-    const bool by_alignment = std::ranges::count(writer.aligned(), true) > 0;
-    misaligned_.push_back(by_alignment ? names_.back() + "_misaligned" : "");
+    misaligned_.push_back("");
   }
+  if (!starts_aligned(writer)) misaligned_[known->second] = names_[known->second] + "_misaligned";
   function_of_.push_back(known->second);
   operands_.push_back(writer.operands());
   aligned_.push_back(writer.aligned());
@@ -145,13 +153,15 @@ void StageFunctions::add(const Unit& unit) {
   by_groups_ = by_groups_ || groups;
   const std::string &name = names_[known->second], &misaligned = misaligned_[known->second];
   const char* const of_task = "[[maybe_unused]] Context context, Operands p";
+  const bool by_alignment = std::ranges::count(writer.aligned(), true) > 0;
   // Only in an inlined function does ptxas keep the warp groups' multiplications (wgmma) asynchronous.
   if (!misaligned.empty()) text += "template <bool kAligned>\n";
   if (cuda)
     append(text,
            "{} void {}({}) {{\n"
-           "  [[maybe_unused]] const int64_t begin = context.task().begin, end = context.task().end;\n{}}}\n",
-           groups ? "ARK_LOOP" : "__device__ __noinline__", name, of_task, body);
+           "  [[maybe_unused]] const int64_t begin = context.task().begin, end = context.task().end;\n{}{}}}\n",
+           groups ? "ARK_LOOP" : "__device__ __noinline__", name, of_task,
+           by_alignment && misaligned.empty() ? "  [[maybe_unused]] constexpr bool kAligned = true;\n" : "", body);
   else
     append(text,
            "void {}([[maybe_unused]] const Context& context, char* const* p, [[maybe_unused]] int64_t begin, "

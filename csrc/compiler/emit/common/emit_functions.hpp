@@ -29,8 +29,10 @@ class StageFunctions {
   size_t function_of(size_t unit) const { return function_of_[unit]; }
   const std::vector<int>& operands(size_t unit) const { return operands_[unit]; }  // values; empty if no task runs it
   int64_t scratch_bytes() const { return scratch_bytes_; }
-  // By function: the variant to run if an operand that should be aligned is not at a multiple of 16 bytes; empty if
-  // none needs to be. With a variant, the function itself is a template, called as name<true>.
+  // By function: the variant to run if an operand that should be aligned is not at a multiple of 16 bytes; empty if all
+  // that should be are, where the buffers are. Variants double a kernel's time to compile, so only functions have them
+  // of which a stage's operand starts elsewhere within its buffer. With a variant, the function itself is a template,
+  // called as name<true>.
   const std::vector<std::string>& misaligned() const { return misaligned_; }
   bool aligned(size_t unit, size_t operand) const { return aligned_[unit][operand]; }  // whether it should be
   // Whether any function multiplies with warp groups (kernels/cuda/loop/tile_group.cuh).
@@ -41,6 +43,7 @@ class StageFunctions {
   void write(FunctionWriter& writer, const Stage& stage);
   void write_head(FunctionWriter& writer, const Unit& unit);
   static void write_appended(FunctionWriter& writer, const Stage& stage);
+  bool starts_aligned(const FunctionWriter& writer) const;
 
   const Plan& plan_;
   const Code code_;

@@ -20,6 +20,9 @@ struct Place {
 };
 Place place_of(const Plan& plan, int value, int64_t extra);
 
+// Bytes: of operands that a GPU's threads load in pieces.
+inline constexpr int64_t kPieceAlignment = 16;
+
 // All tasks' waits, followed by all waits for the step before; all signals. Per task: index of the first one, and their
 // number. Events of packets are left out.
 struct EventTables {

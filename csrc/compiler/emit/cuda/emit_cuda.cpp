@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 #include <type_traits>
 #include <variant>
 #include <vector>
@@ -62,13 +63,29 @@ class CudaEmitter {
     out += "\n";
     tables(out);
     frame(out);
-    return {std::move(out), functions_.scratch_bytes(), pointers(), shared_bytes()};
+    return {std::move(out), functions_.scratch_bytes(), pointers(), shared_bytes(), aligned_pointers()};
   }
 
  private:
   int shared_bytes() const { return functions_.by_groups() ? loop::kGroupWorkspaceBytes : workspace_bytes(plan_); }
 
   int pointers() const { return std::max(1, plan_.graph.inputs() + plan_.graph.outputs()); }
+
+  bool has_variant(size_t unit) const { return !functions_.misaligned()[functions_.function_of(unit)].empty(); }
+
+  // Those of operands that a function expects to be aligned and has no variant for.
+  std::vector<size_t> aligned_pointers() const {
+    std::set<size_t> found;
+    for (size_t i = 0; i < functions_.units().size(); ++i) {
+      const std::vector<int>& values = functions_.operands(i);
+      for (size_t n = 0; n < values.size(); ++n) {
+        if (!functions_.aligned(i, n) || has_variant(i)) continue;
+        const loop::Operand one = operand(values[n]);
+        if (one.base == loop::Operand::pointer) found.insert(one.index);
+      }
+    }
+    return {found.begin(), found.end()};
+  }
 
   bool has_packets() const {
     return std::any_of(plan_.placements.begin(), plan_.placements.end(),
@@ -172,7 +189,8 @@ class CudaEmitter {
       first.push_back(count);
       std::vector<loop::Operand> all;
       const std::vector<int>& values = functions_.operands(i);
-      for (size_t n = 0; n < values.size(); ++n) all.push_back(operand(values[n], 0, functions_.aligned(i, n)));
+      for (size_t n = 0; n < values.size(); ++n)
+        all.push_back(operand(values[n], 0, functions_.aligned(i, n) && has_variant(i)));
       if (const auto* collective = std::get_if<CollectiveStage>(&stage.body)) {
         all.push_back({loop::Operand::packets, 0, 0, collective->place});
         all.push_back({loop::Operand::packets, 0, 0, collective->number});

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "compiler/schedule/plan.hpp"
 
@@ -14,9 +15,10 @@ inline constexpr char kLoopKernel[] = "loop_kernel";
 // registers available to each of 512 threads is a kernel's defect, and its region falls back, with the function named.
 struct CudaSource {
   std::string text;
-  int64_t scratch_bytes = 0;  // per worker
-  int pointers = 0;           // passed by a launch: inputs, then outputs
-  int shared_bytes = 0;       // per block, requested at launch
+  int64_t scratch_bytes = 0;    // per worker
+  int pointers = 0;             // passed by a launch: inputs, then outputs
+  int shared_bytes = 0;         // per block, requested at launch
+  std::vector<size_t> aligned;  // the pointers that must be multiples of kPieceAlignment
 };
 
 // Throws Error(invalid_argument) if the CUDA target cannot run the plan.

@@ -1,9 +1,10 @@
-// Tests which functions a CUDA source has twice, for operands that are aligned to 16 bytes and for others, and which
-// operands decide.
+// Tests which functions a CUDA source has twice, for operands that are aligned to 16 bytes and for others, which
+// operands decide, and which pointers must be aligned.
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <string>
+#include <vector>
 
 #include "compiler/emit/cuda/emit_cuda.hpp"
 #include "compiler/emit/cuda_tables.hpp"
@@ -14,8 +15,8 @@
 namespace ark::compiler {
 namespace {
 
-std::string source_of(const GraphBuilder& make, const char* target = "sm_90a") {
-  return emit_cuda(make_plan(make.graph, gpu_target(target, 6))).text;
+CudaSource source_of(const GraphBuilder& make, const char* target = "sm_90a") {
+  return emit_cuda(make_plan(make.graph, gpu_target(target, 6)));
 }
 
 int64_t count(const std::string& text, const std::string& what) {
@@ -31,20 +32,36 @@ int64_t aligned(const std::string& text) {
   });
 }
 
-// rows x depth times weights [columns, depth], which are a slice of rows that are `spare` elements longer.
-std::string product(int64_t rows, int64_t depth, int64_t spare, ScalarType type, const char* target = "sm_90a") {
+// rows x depth times weights [columns, depth], which are a slice of rows that are `spare` elements longer, from element
+// `first` on.
+CudaSource product(int64_t rows, int64_t depth, int64_t spare, ScalarType type, const char* target = "sm_90a",
+                   int64_t first = 0) {
   GraphBuilder make;
   const int weights = make.parameter({40, depth + spare}, type);
-  const int used = make.view(weights, {40, depth}, {depth + spare, 1});
+  const int used = make.view(weights, {40, depth}, {depth + spare, 1}, first);
   make.copy_out(make.matmul(make.input({rows, depth}, type), make.transpose(used), -1, type));
   return source_of(make, target);
 }
 
-TEST(Alignment, FunctionsHaveATextForEach) {
+TEST(Alignment, PointersAreExpectedToBeAligned) {
   for (const char* target : {"sm_90a", "sm_80"})
     for (const int64_t rows : {1, 12, 100}) {
-      const std::string text = product(rows, 64, 0, ScalarType::bf16, target);
+      const auto [text, scratch, pointers, shared, needed] = product(rows, 64, 0, ScalarType::bf16, target);
       const int64_t functions = rows == 100 ? 2 : 1;  // many rows use two stages
+      EXPECT_EQ(count(text, "constexpr bool kAligned = true;"), functions) << rows;
+      EXPECT_EQ(count(text, "kFunctions + ") + count(text, "_misaligned") + count(text, "template <bool"), 0) << rows;
+      EXPECT_EQ(aligned(text), 0) << rows;
+      EXPECT_EQ(needed, (std::vector<size_t>{0, 1})) << rows;  // both inputs, not the result
+    }
+}
+
+TEST(Alignment, WhatStartsElsewhereHasAVariant) {
+  for (const char* target : {"sm_90a", "sm_80"})
+    for (const int64_t rows : {1, 12, 100}) {
+      const auto [text, scratch, pointers, shared, needed] = product(rows, 64, 8, ScalarType::bf16, target, 4);
+      const int64_t functions = rows == 100 ? 2 : 1;
+      EXPECT_EQ(needed, std::vector<size_t>{}) << rows;
+      EXPECT_EQ(count(text, "constexpr bool kAligned"), 0) << rows;
       EXPECT_EQ(count(text, "template <bool kAligned>"), functions) << rows;
       EXPECT_EQ(count(text, ".a_aligned = kAligned, .b_aligned = kAligned"), functions) << rows;
       EXPECT_EQ(count(text, "case kFunctions + "), functions) << rows;
@@ -55,15 +72,16 @@ TEST(Alignment, FunctionsHaveATextForEach) {
 
 TEST(Alignment, StridesAreKnownBefore) {
   for (const ScalarType type : {ScalarType::f32, ScalarType::bf16}) {
-    const std::string text = product(2, 63, 0, type);  // neither a's rows nor b's are aligned
+    const auto [text, scratch, pointers, shared, needed] =
+        product(2, 63, 0, type);  // neither a's rows nor b's are aligned
     EXPECT_EQ(count(text, ".a_aligned = false, .b_aligned = false"), 1);
     EXPECT_EQ(count(text, "kAligned"), 0);
     EXPECT_EQ(count(text, "case kFunctions + "), 0);
-    EXPECT_EQ(aligned(text), 0);
+    EXPECT_EQ(needed, std::vector<size_t>{});
   }
-  const std::string text = product(2, 64, 5, ScalarType::bf16);
-  EXPECT_EQ(count(text, ".a_aligned = kAligned, .b_aligned = false"), 1);
-  EXPECT_EQ(aligned(text), 1);
+  const CudaSource source = product(2, 64, 5, ScalarType::bf16);
+  EXPECT_EQ(count(source.text, ".a_aligned = kAligned, .b_aligned = false"), 1);
+  EXPECT_EQ(source.aligned.size(), 1U);
 }
 
 TEST(Alignment, GroupsOfWarpsMultiplyWhatIsAligned) {
@@ -71,10 +89,9 @@ TEST(Alignment, GroupsOfWarpsMultiplyWhatIsAligned) {
     GraphBuilder make;
     const int a = make.input({384, depth}, ScalarType::bf16), b = make.parameter({512, depth}, ScalarType::bf16);
     make.copy_out(make.matmul(a, make.transpose(b), -1, ScalarType::bf16));
-    return source_of(make);
+    return source_of(make).text;
   };
   EXPECT_EQ(count(large(1024), "ARK_LOOP void matmul"), 1);
-  EXPECT_EQ(count(large(1024), "__device__ __noinline__ void matmul_0_misaligned"), 1);
   EXPECT_EQ(count(large(1023), "ARK_LOOP void matmul"), 0);
 }
 
