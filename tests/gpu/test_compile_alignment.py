@@ -1,4 +1,4 @@
-"""Regions whose operands are aligned to 16 bytes in one call but not in the next: one kernel serves both."""
+"""Regions whose operands are aligned to 16 bytes in one call and not in the next: one kernel serves both, on copies."""
 
 from __future__ import annotations
 
@@ -91,5 +91,37 @@ def test_operands_anywhere(dtype: torch.dtype, close: float) -> None:
             ):
                 assert torch.equal(x, y), (case, shapes, odd)
                 assert float((x - z).norm() / z.norm()) < close, (case, shapes, odd)
+    (graph,) = report.graphs
+    assert [piece.runs_on for piece in graph.pieces] == ["ark"], report
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_views_and_written_inputs(dtype: torch.dtype) -> None:
+    """A view that begins elsewhere within an aligned input; an input that is written, behind its memory's first
+    element."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+
+    def step(cache: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        cache.add_(x[:, 1:8193])
+        return F.linear(x[:, 2:514], weight[:, 1:513])
+
+    report = Report()
+    call = torch.compile(
+        step,
+        backend=lambda module, inputs: backend.compile_graph(
+            module, inputs, options.parse(None, {"choose": "ark"}), report
+        ),
+        dynamic=False,
+    )
+    x, weight = (torch.randn(*shape, dtype=dtype, device="cuda") for shape in ((64, 8200), (96, 520)))
+    for first in (0, 1):
+        memory = torch.randn(64 * 8192 + 2, dtype=dtype, device="cuda")
+        wanted = memory.clone()
+        with torch.no_grad():
+            got = call(memory[first : first + 64 * 8192].view(64, 8192), x, weight)
+            want = step(wanted[first : first + 64 * 8192].view(64, 8192), x, weight)
+        assert torch.equal(memory, wanted), first
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2 if dtype == torch.bfloat16 else 1e-3)
     (graph,) = report.graphs
     assert [piece.runs_on for piece in graph.pieces] == ["ark"], report
