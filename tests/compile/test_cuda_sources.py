@@ -215,6 +215,25 @@ def test_large_tiles(sources: Sources, compiled: Any, dtype: torch.dtype) -> Non
     sources.check(misaligned=True)
 
 
+def test_views_that_begin_anywhere(sources: Sources, compiled: Any) -> None:
+    """Functions whose operands begin elsewhere in their buffers have variants: few rows, many rows, attention."""
+
+    def call(x: Tensor, few: Tensor, weight: Tensor, packed: Tensor) -> list[Tensor]:
+        q, k, v = (packed[..., i * 520 + 4 : i * 520 + 516].view(2, 300, 8, 64).transpose(1, 2) for i in range(3))
+        made = [F.linear(one[:, 4:516], weight[:, 4:516]) for one in (x, few)]
+        return [*made, F.scaled_dot_product_attention(q, k, v)]
+
+    given = [(2048, 520), (4, 520), (256, 520), (2, 300, 1560)]
+    compiled(call, dynamic=False, minimum=1, fallback=False)[0](
+        *(torch.randn(*shape, dtype=torch.bfloat16) for shape in given)
+    )
+    [source] = sources.found
+    variants = re.findall(r"void (\w+?)_\d+_misaligned\(", source)
+    assert set(variants) == {"attention", "matmul"} and variants.count("matmul") == 2, variants
+    assert source.count("case kFunctions + ") == len(variants)
+    sources.check()
+
+
 @pytest.mark.by_day("sm_90a-64")
 @pytest.mark.parametrize("size", [64, 128])
 def test_attention_of_many_rows(sources: Sources, compiled: Any, size: int) -> None:

@@ -275,7 +275,7 @@ def test_inductor_serves_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_weights_at_odd_addresses() -> None:
-    """The same region with weights that allow 16-byte loads, and with others."""
+    """The same region with weights that allow 16-byte loads, and with others, which are copied."""
     linear = torch.nn.Linear(1024, 320, dtype=torch.bfloat16, device=DEVICE).requires_grad_(False)
     spare = torch.zeros(320 * 1024 + 1, dtype=torch.bfloat16, device=DEVICE)
     call, report = compiled(lambda x, weight, bias: torch.nn.functional.linear(x, weight, bias).relu())

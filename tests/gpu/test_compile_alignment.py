@@ -1,4 +1,4 @@
-"""Regions whose operands are aligned to 16 bytes in one call and not in the next: one kernel serves both, on copies."""
+"""Regions whose operands are aligned to 16 bytes in one call and not in the next, or begin elsewhere in an input."""
 
 from __future__ import annotations
 
@@ -97,13 +97,14 @@ def test_operands_anywhere(dtype: torch.dtype, close: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_views_and_written_inputs(dtype: torch.dtype) -> None:
-    """A view that begins elsewhere within an aligned input; an input that is written, behind its memory's first
-    element."""
+    """Views that begin elsewhere within an aligned input, for which functions have variants; an input that is written,
+    and so copied and copied back."""
     torch.manual_seed(0)
     torch._dynamo.reset()
 
-    def step(cache: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    def step(cache: Tensor, other: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         cache.add_(x[:, 1:8193])
+        other.mul_(x[:, 8:8200])
         return F.linear(x[:, 2:514], weight[:, 1:513])
 
     report = Report()
@@ -116,11 +117,11 @@ def test_views_and_written_inputs(dtype: torch.dtype) -> None:
     )
     x, weight = (torch.randn(*shape, dtype=dtype, device="cuda") for shape in ((64, 8200), (96, 520)))
     for first in (0, 1):
-        memory = torch.randn(64 * 8192 + 2, dtype=dtype, device="cuda")
+        memory = torch.randn(2, 64 * 8192 + 2, dtype=dtype, device="cuda")
         wanted = memory.clone()
         with torch.no_grad():
-            got = call(memory[first : first + 64 * 8192].view(64, 8192), x, weight)
-            want = step(wanted[first : first + 64 * 8192].view(64, 8192), x, weight)
+            got = call(*(one[first : first + 64 * 8192].view(64, 8192) for one in memory), x, weight)
+            want = step(*(one[first : first + 64 * 8192].view(64, 8192) for one in wanted), x, weight)
         assert torch.equal(memory, wanted), first
         torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2 if dtype == torch.bfloat16 else 1e-3)
     (graph,) = report.graphs

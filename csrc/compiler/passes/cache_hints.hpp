@@ -2,8 +2,7 @@
 // never reports a policy that no load or store carries.
 //
 // On a GPU only 16-byte loads carry the policy of a matrix or of keys and values. Strides, offsets and depths decide
-// where such loads are possible. Arguments are assumed to be aligned to 16 bytes, as PyTorch allocates them; each
-// launch checks that.
+// where such loads are possible. Arguments are aligned to 16 bytes, or copied (Region::align).
 #pragma once
 
 #include "compiler/schedule/plan.hpp"

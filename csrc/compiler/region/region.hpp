@@ -113,7 +113,7 @@ class Region {
   bool overlap(const std::vector<void*>& pointers) const;
   using Copies = std::vector<std::pair<size_t, at::Tensor>>;  // of inputs, by their indices
   Copies align(const std::vector<at::Tensor>& inputs, std::vector<void*>& pointers) const;
-  void write_back(const std::vector<at::Tensor>& inputs, const Copies& copies) const;
+  bool write_back(const std::vector<at::Tensor>& inputs, const Copies& copies) const;
   [[noreturn]] void fail_overlap() const;
   [[noreturn]] void fail_carried() const;
   c10::intrusive_ptr<c10d::Backend> group(int64_t number) const;

@@ -152,14 +152,15 @@ uint64_t Region::run_cuda_steps(const std::vector<at::Tensor>& inputs, uint64_t 
     fail_carried();
   try {
     const uint64_t done = cuda_->wait_steps(launched, stream, interrupted);
-    write_back(inputs, copies);
+    if (write_back(inputs, copies))
+      ark::check(driver().stream_synchronize(stream), "waiting for inputs that steps wrote");
     return done;
   } catch (const Error& error) {
-    if (error.kind() == ErrorKind::aborted) write_back(inputs, copies);  // the steps before count
     if (error.kind() == ErrorKind::aborted)
       for (size_t number = 0; number < options_.groups.size(); ++number) group(static_cast<int64_t>(number))->abort();
-    else if (ranks_)
-      ranks_->raise_ended(error);
+    // The steps before the end count.
+    if (error.kind() == ErrorKind::aborted || error.kind() == ErrorKind::timeout) write_back(inputs, copies);
+    if (error.kind() != ErrorKind::aborted && ranks_) ranks_->raise_ended(error);
     throw;
   }
 }

@@ -114,6 +114,7 @@ Region::Copies Region::align(const std::vector<at::Tensor>& inputs, std::vector<
   for (const size_t i : cuda_->aligned()) {
     if (i >= inputs.size()) break;  // outputs are allocated by the region
     if (reinterpret_cast<uintptr_t>(pointers[i]) % kPieceAlignment == 0 || inputs[i].numel() == 0) continue;
+    if (copies.empty()) cuda_->raise_if_failed();
     const at::AutoDispatchBelowADInplaceOrView guard;
     const at::Tensor& input = inputs[i];
     int64_t span = 1;  // elements, gaps included
@@ -126,13 +127,17 @@ Region::Copies Region::align(const std::vector<at::Tensor>& inputs, std::vector<
   return copies;
 }
 
-// What the step wrote into copies of inputs. Gaps are not written: they may be another tensor's.
-void Region::write_back(const std::vector<at::Tensor>& inputs, const Copies& copies) const {
+// What the step wrote into copies of inputs. Gaps are not written: they may be another tensor's. Returns whether there
+// was anything.
+bool Region::write_back(const std::vector<at::Tensor>& inputs, const Copies& copies) const {
+  bool any = false;
   for (const auto& [i, copy] : copies) {
     if (!inputs_[i].mutated) continue;
     const at::AutoDispatchBelowADInplaceOrView guard;
     at::Tensor(inputs[i]).copy_(copy.as_strided(inputs[i].sizes(), inputs[i].strides(), 0));
+    any = true;
   }
+  return any;
 }
 
 void Region::fail_overlap() const {

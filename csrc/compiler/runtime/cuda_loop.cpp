@@ -70,7 +70,6 @@ int CudaLoop::shared_bytes() const {
   return source_.shared_bytes;
 }
 
-// Called before any driver call: after a failed device assertion the driver returns the same error from every call.
 void CudaLoop::raise_if_failed() {
   const std::optional<loop::Report> found = memories_.take_failure();
   if (!found) return;

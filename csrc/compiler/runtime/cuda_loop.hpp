@@ -70,6 +70,9 @@ class CudaLoop {
   const std::string& source() const { return source_.text; }
   const jit::Kernel& kernel() const { return *kernel_; }
   int shared_bytes() const;  // per block
+  // Throws the error that an earlier step found. Called before any driver call: after a failed device assertion the
+  // driver returns the same error from every call.
+  void raise_if_failed();
   // The inputs (and, behind them, outputs) that must be at multiples of kPieceAlignment.
   const std::vector<size_t>& aligned() const { return source_.aligned; }
   SavedKernel saved() const;
@@ -78,7 +81,6 @@ class CudaLoop {
   void launch(StepMemory& memory, const void* const* inputs, void* const* outputs, CUstream stream, bool stamped,
               const loop::Ranks* ranks, uint32_t most);
   std::chrono::nanoseconds limit_of(const loop::Ranks* ranks) const;  // per wait; zero: none
-  void raise_if_failed();
   void take_stamps(StepMemory& memory, CUstream stream, uint64_t begin_ns, StepStamps& stamps) const;
 
   const Plan plan_;

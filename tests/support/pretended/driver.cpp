@@ -36,7 +36,7 @@ std::atomic<int> capability{90}, version{13000}, devices{16}, reach{1}, launched
 std::atomic<bool> meeting{false};
 std::atomic<int> dma_buf{1}, ordering{100}, memory_for_nics{1};
 std::atomic<int> shared{232448}, local{0}, resident{2};
-std::atomic<bool> loop_adds{false};
+std::atomic<int> loop_adds{0};
 std::atomic<uint64_t> loop_added{0}, loop_sum{0}, capture{0}, next_address{uint64_t{1} << 40};
 thread_local void* context = nullptr;
 
@@ -102,9 +102,9 @@ void pretend_refuse_to_hold(int value) {
 void pretend_loop_sum(uint64_t bytes) {
   loop_sum = bytes;
 }
-// Loop kernels add 1 to the first float32 of their first argument.
-void pretend_loop_adds(int value) {
-  loop_adds = value != 0;
+// Loop kernels add 1 to so many float32 of their first argument.
+void pretend_loop_adds(int count) {
+  loop_adds = count;
 }
 // Where the last one did.
 uint64_t pretend_loop_added() {
@@ -226,10 +226,10 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig*, CUfunction function, void** par
   }
   if (std::strcmp(name, "loop_kernel") == 0 && loop_sum != 0)
     test::play_loop_sum(*static_cast<const loop::Launch<1>*>(params[0]), loop_sum);
-  if (std::strcmp(name, "loop_kernel") == 0 && loop_adds) {
+  if (std::strcmp(name, "loop_kernel") == 0 && loop_adds > 0) {
     auto* const first = reinterpret_cast<float*>(static_cast<const loop::Launch<1>*>(params[0])->pointers[0]);
     loop_added = reinterpret_cast<uint64_t>(first);
-    *first += 1;
+    for (int i = 0; i < loop_adds; ++i) first[i] += 1;
   }
   if (std::strcmp(name, "peer_test") != 0) {
     ++launched;

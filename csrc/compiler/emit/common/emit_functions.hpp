@@ -29,10 +29,9 @@ class StageFunctions {
   size_t function_of(size_t unit) const { return function_of_[unit]; }
   const std::vector<int>& operands(size_t unit) const { return operands_[unit]; }  // values; empty if no task runs it
   int64_t scratch_bytes() const { return scratch_bytes_; }
-  // By function: the variant to run if an operand that should be aligned is not at a multiple of 16 bytes; empty if all
-  // that should be are, where the buffers are. Variants double a kernel's time to compile, so only functions have them
-  // of which a stage's operand starts elsewhere within its buffer. With a variant, the function itself is a template,
-  // called as name<true>.
+  // By function: the variant to run if an operand that should be at a multiple of 16 bytes is not; empty if each such
+  // operand starts at such a multiple of its buffer. (Variants of all functions double a kernel's time to compile.)
+  // With a variant, the function itself is a template, called as name<true>.
   const std::vector<std::string>& misaligned() const { return misaligned_; }
   bool aligned(size_t unit, size_t operand) const { return aligned_[unit][operand]; }  // whether it should be
   // Whether any function multiplies with warp groups (kernels/cuda/loop/tile_group.cuh).

@@ -48,8 +48,8 @@ class FunctionWriter {
   // The same on a GPU, but loaded where it is used (Later of cuda/loop/task.cuh) if the value is a plain operand.
   std::string pointer_later(int value, bool write);
   // Whether lines of the value's elements start at multiples of 16 bytes, as a constant in the text: "false" if their
-  // strides (in elements) rule it out, "true", or "kAligned", which the operand's address decides when the task's turn
-  // comes (lookahead.cuh).
+  // strides (in elements) rule it out, "true", or "kAligned": true, but where the function has a variant, which the
+  // operand's address decides on when the task's turn comes (lookahead.cuh).
   std::string aligned(int value, const std::vector<int64_t>& strides);
   // The text multiplies with warp groups if the target has them (kernels/cuda/loop/tile_group.cuh) and kAligned, if the
   // text uses it, is true.

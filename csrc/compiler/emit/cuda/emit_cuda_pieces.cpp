@@ -5,8 +5,8 @@
 // memory's only if enough bytes are in flight, and if an element takes few instructions. So a tile first issues the
 // loads of whole rows, or of some pieces per thread, and addresses are computed per piece. A row belongs to as few
 // warps as have the registers for it: the fewer, the more rows are in flight. Pieces need lines of elements at
-// multiples of 16 bytes. For operands elsewhere the function has a variant (StageFunctions::misaligned) that loads
-// element by element.
+// multiples of 16 bytes. For operands that start elsewhere in their buffer the function has a variant
+// (StageFunctions::misaligned) that loads element by element.
 #include "compiler/emit/common/emit_row_program.hpp"
 
 #include <algorithm>
