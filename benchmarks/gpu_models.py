@@ -207,7 +207,8 @@ def made_of(told: Report) -> Row:
 
 
 def compile_seconds(name: str, arguments: argparse.Namespace) -> Row:
-    """Times two processes on one cache folder, one after the other. torch's own caches are off, and NVRTC's too."""
+    """Times the first calls with default options of two processes on one cache folder, one after the other. torch's
+    own caches are off, and NVRTC's too."""
     found = {}
     with tempfile.TemporaryDirectory(prefix="ark-bench-") as cache:
         for when in ("cold", "cached"):
@@ -221,7 +222,7 @@ def compile_seconds(name: str, arguments: argparse.Namespace) -> Row:
 @torch.no_grad()
 def compile_once(arguments: argparse.Namespace) -> None:
     case = case_of(arguments.compile_once, None, arguments)
-    print(json.dumps(first_call(case.model, case.inputs)))
+    print(json.dumps(first_call(case.model, case.inputs, None)))
 
 
 def surroundings(arguments: argparse.Namespace) -> dict[str, Any]:
