@@ -90,7 +90,8 @@ def loop(options: argparse.Namespace) -> Callable[[Compile | None], Callable[[],
                 kept = at_once(token, places[length : length + 1], steps=options.tokens, inputs=(noise[1:],)).kept[0]
                 return torch.cat([token, *kept], 1), options.tokens
             for i in range(options.tokens):
-                token = step(token, places[length + i : length + i + 1], noise[i + 1])
+                # As GPT-fast does: with mode="reduce-overhead" the next step overwrites what this one returned.
+                token = step(token, places[length + i : length + i + 1], noise[i + 1]).clone()
                 chosen.append(token)
             return torch.cat(chosen, 1), options.tokens
 

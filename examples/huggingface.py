@@ -77,7 +77,7 @@ def generating(model: Any, options: argparse.Namespace) -> Callable[[Compile | N
         chosen: dict[str, Any] = {"disable_compile": True}
         if compiler is not None:
             config = transformers.CompileConfig(
-                backend=compiler.backend, options=compiler.options, fullgraph=False, dynamic=False, mode=None
+                backend=compiler.backend, options=compiler.options, fullgraph=False, dynamic=False, mode=compiler.mode
             )
             config._compile_all_devices = True  # otherwise generate() compiles on GPUs only
             chosen = {"compile_config": config}

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 SIZES = ("tiny", "small", "large")
+BESIDE = {"inductor": None, "reduce-overhead": "reduce-overhead"}  # Inductor's modes; the second takes CUDA graphs
 Run = Callable[[], tuple[Any, int]]
 Rates = dict[str, list[float]]  # of each contender: units a second, run by run
 
@@ -29,16 +30,18 @@ class Compile:
 
     backend: str
     options: dict[str, Any] | None = None
+    mode: str | None = None
 
     def __call__(self, function: Any, **more: Any) -> Any:
-        return torch.compile(function, backend=self.backend, options=self.options, dynamic=False, **more)
+        chosen = {"backend": self.backend, "options": self.options, "mode": self.mode}
+        return torch.compile(function, dynamic=False, **chosen, **more)
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--beside", nargs="*", default=[], choices=("inductor",), help="who else is measured")
+    parser.add_argument("--beside", nargs="*", default=[], choices=BESIDE, help="who else is measured")
     parser.add_argument("--times", type=int, default=3, help="counted runs of each")
     parser.add_argument(
         "--seconds", type=float, default=math.inf, help="after so many, compiling included, no further run is begun"
@@ -58,7 +61,7 @@ def compilers(beside: list[str]) -> dict[str, Compile | None]:
     "choose" it would measure itself against Inductor over the first calls."""
 
     ways: dict[str, Compile | None] = {"eager": None}
-    ways.update({name: Compile(name) for name in beside})
+    ways.update({name: Compile("inductor", mode=BESIDE[name]) for name in beside})
     ways["ark"] = Compile("ark", {"choose": "ark"})
     return ways
 
@@ -121,5 +124,5 @@ def compare(
     for name, of in rates.items():
         rate = statistics.median(of)
         told = "" if good[name] else "   WRONG: not eager PyTorch's result"
-        print(f"  {name:<10} {rate:10.1f} {unit}   {rate / base:5.2f}x{told}", flush=True)
+        print(f"  {name:<15} {rate:10.1f} {unit}   {rate / base:5.2f}x{told}", flush=True)
     return all(good.values())

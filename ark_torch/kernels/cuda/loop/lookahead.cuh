@@ -4,7 +4,8 @@
 // The last warps work ahead on three tasks at once: they copy the entry of the task three places ahead, copy what the
 // entry two places ahead refers to, and compute the operands' addresses of the next one. Each warp has one of these
 // errands, so the block waits only for the longest. They start before a task (ahead()) and finish at its end (landed(),
-// before the sync() that publishes the copies). What does not fit into a slot is read from the tables.
+// before the sync() that publishes the copies). What does not fit into a slot is read from the tables, one entry after
+// the other while the block waits: some 3 us a task, so slots have room for what models' tasks have.
 #pragma once
 
 #include "cuda/loop/task.cuh"
@@ -13,7 +14,12 @@ namespace ark::loop {
 
 inline constexpr int kMostOperands = 64;  // per task
 inline constexpr int kEntries = 8;        // kept at once; five are needed, and eight avoid a division
-inline constexpr int kSlotOperands = 16, kSlotWaits = 8, kSlotSignals = 8, kSlotLoads = 4;
+inline constexpr int kSlotOperands = 24, kSlotWaits = 24, kSlotSignals = 8, kSlotLoads = 16;
+
+ARK_LOOP constexpr bool fits_slot(const TaskEntry& task) {
+  return task.operand_count <= kSlotOperands && task.wait_count <= kSlotWaits && task.signal_count <= kSlotSignals &&
+         task.load_count <= kSlotLoads;
+}
 
 #if defined(__CUDACC__)
 

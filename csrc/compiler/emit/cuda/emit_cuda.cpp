@@ -15,6 +15,7 @@
 #include "compiler/passes/prologue_fusion.hpp"
 #include "compiler/schedule/workspace.hpp"
 #include "cuda/loop/launch.cuh"
+#include "cuda/loop/lookahead.cuh"
 #include "util/error.hpp"
 
 namespace ark::compiler {
@@ -220,7 +221,7 @@ class CudaEmitter {
     begin_table(out, "kTasks");
     std::string queues, loads;
     begin_table(loads, "kLoads");
-    size_t task_count = 0, load_count = 0;
+    size_t task_count = 0, load_count = 0, beyond = 0;
     for (size_t worker = 0; worker < plan_.queues.size(); ++worker) {
       const Queue queue = in_one_go(plan_, {plan_.queues[worker].tasks, plan_.prefetches.at(worker)});
       append(queues, "    {{{}, {}}},\n", task_count, queue.tasks.size());
@@ -230,16 +231,28 @@ class CudaEmitter {
         const Task& task = plan_.tasks.at(static_cast<size_t>(index));
         const auto t = static_cast<size_t>(index), waiting = static_cast<size_t>(task.head >= 0 ? task.head : index);
         const size_t unit = functions_.unit_of(task);
-        add(out, loop::TaskEntry{task.begin, task.end, static_cast<int>(functions_.function_of(unit)), index,
-                                 task.stage, first[unit], first[unit + 1] - first[unit], events.first_wait[waiting],
-                                 events.wait_count[waiting], events.first_signal[t], events.signal_count[t],
-                                 static_cast<int>(load_count), asked[position]});
+        const loop::TaskEntry entry{task.begin,
+                                    task.end,
+                                    static_cast<int>(functions_.function_of(unit)),
+                                    index,
+                                    task.stage,
+                                    first[unit],
+                                    first[unit + 1] - first[unit],
+                                    events.first_wait[waiting],
+                                    events.wait_count[waiting],
+                                    events.first_signal[t],
+                                    events.signal_count[t],
+                                    static_cast<int>(load_count),
+                                    asked[position]};
+        add(out, entry);
         out += '\n';
+        beyond += loop::fits_slot(entry) ? 0 : 1;
         load_count += static_cast<size_t>(asked[position]);
       }
       task_count += queue.tasks.size();
     }
     end_table<loop::TaskEntry>(out);
+    append(out, "// Tasks with more entries than their slots have room for: {}.\n", beyond);
     end_table<loop::LoadEntry>(loads);
     append(out, "{}__device__ const QueueEntry kQueues[] = {{\n{}}};\n\n", loads, queues);
   }
