@@ -65,7 +65,8 @@ def compile_graph(
         if launcher is None and options.choose == "measure":
             return _fastest(graph_module, example_inputs, options, graph_report, explained=report is not None)
         costs.prepare()
-        captured = Captured(graph_module, example_inputs, options, graph_report, launcher)
+        keeps = (lambda captured: True) if report is None and launcher is None else None
+        captured = Captured(graph_module, example_inputs, options, graph_report, launcher, keeps=keeps)
         return _complete(captured, title)
     except Eager as reason:
         graph_report.whole, graph_report.whole_on = str(reason), "eager PyTorch"
@@ -121,7 +122,7 @@ def _fastest(
     title = title_of(graph_module)
     if not capture.exchanges(graph_module):
         capture.check_static(graph_module, "example_value")
-    device = next((x.device for x in example_inputs if isinstance(x, torch.Tensor) and x.is_cuda), torch.device("cpu"))
+    device = capture.device_of_inputs(example_inputs)
     text = f"{choice.text_of(graph_module, example_inputs)}\nminimum {options.minimum} nan {options.nan}"
     text += "" if options.cache == "auto" else f" cache {options.cache}"
     name = choice.key(text, workers.count(options.threads, device), device)
@@ -141,7 +142,9 @@ def _fastest(
     if "ark" in names or not options.fallback or _ranks() > 1:  # only capture shows the collectives
         if waits:
             costs.prepare()
-        captured = Captured(graph_module, example_inputs, options, report)
+        ours = names == {"ark"}
+        keeps = None if explained else lambda captured: ours or (known is None and bool(captured.certain()))
+        captured = Captured(graph_module, example_inputs, options, report, keeps=keeps)
         if known is None and options.fallback and (reason := captured.certain()):
             report.certain = reason
             if not options.wait:

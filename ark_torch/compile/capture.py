@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from ark_torch.compile import (
     aliasing,
     analysis,
+    autograd_cache,
     decompositions,
     dense,
     embeddings,
@@ -29,7 +30,9 @@ from ark_torch.compile import (
     inductor_fallback,
     low_bits,
     products,
+    progress,
     regions,
+    workers,
 )
 from ark_torch.compile.build import Builder, Launcher, NotOneRegion, static_inputs
 from ark_torch.compile.eager_values import Eager
@@ -40,6 +43,9 @@ from ark_torch.compile.options import Options
 from ark_torch.compile.report import Fallback, GraphReport, fallback_of, log, title_of
 from ark_torch.errors import CompileError, UnsupportedGraph
 
+if TYPE_CHECKING:
+    from ark_torch.compile.ahead import AheadOfTime
+
 TRAINS = (
     "it was traced with gradients on, and ark compiles inference only; if this model is not trained, call it under "
     "torch.no_grad() or torch.inference_mode() and ark's kernels run it"
@@ -47,6 +53,10 @@ TRAINS = (
 # No guard ensures this layout for later calls, neither here nor in Inductor's graphs.
 MERGED = "arguments overlap, and one of them is written"  # AOTAutograd merged them into one argument
 SKIPS = 'options={"nan": "exact"}, and ark\'s attention passes over what its mask leaves out'
+
+
+def device_of_inputs(inputs: Sequence[Any]) -> torch.device:
+    return next((x.device for x in inputs if isinstance(x, torch.Tensor) and x.is_cuda), CPU)
 
 
 class WholeGraph(Exception):
@@ -65,16 +75,24 @@ class Captured:
         report: GraphReport,
         launcher: Launcher | None = None,
         ahead: bool = False,
+        keeps: Callable[[Captured], bool] | None = None,
     ) -> None:
         """Captures and lowers the graph. Raises Eager or WholeGraph if it is not for ark, and errors that `options`
-        asks for. `ahead`: compiles at once, to be saved; raises NotOneRegion if that is not possible."""
+        asks for. `ahead`: compiles at once, to be saved; raises NotOneRegion if that is not possible. `keeps`: whether
+        ark is to run it in any case, so that it is compiled at once, and kept for later processes if it can be; with
+        it the graph may also come from there."""
         from torch._dynamo.backends.common import aot_autograd
         from torch._dynamo.exc import RestartAnalysis
 
         self._options, self._title = options, title_of(graph_module)
         self._builder: Builder | None = None
         self._assembled: Callable[..., Any] = self._not_yet
+        self._loaded: AheadOfTime | None = None
+        self._complete = False  # compile_regions() has nothing left to do
+        self.collectives: list[Node] = []
+        self.exchanged_rows = 0
         way: list[fast_call.Way] = []
+        threads = workers.count(options.threads, device_of_inputs(example_inputs))
 
         def trains(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             raise WholeGraph(TRAINS)
@@ -92,15 +110,24 @@ class Captured:
                 with self.our_mistakes():
                     self._made.compile_regions()
                     return self._made.ahead_of_time()  # type: ignore[no-any-return]
+            if kept is not None:
+                return self._to_be_kept(keeps is not None and keeps(self), way[0], example_inputs)
             return self._run
 
+        kept: list[AheadOfTime] | None = None
         try:
-            self._call: Callable[..., Any] = aot_autograd(
-                fw_compiler=trains,
-                inference_compiler=infers,
-                decompositions=decompositions.table(),
-                keep_inference_input_mutations=True,
-            )(graph_module, example_inputs)
+            with contextlib.ExitStack() as stack:
+                compilers: list[Any] = [trains, infers]
+                if keeps is not None and autograd_cache.usable(example_inputs):
+                    kept = stack.enter_context(autograd_cache.opened(options, threads, example_inputs))
+                if kept is not None:
+                    compilers = [autograd_cache.serializable(one) for one in compilers]
+                self._call: Callable[..., Any] = aot_autograd(
+                    fw_compiler=compilers[0],
+                    inference_compiler=compilers[1],
+                    decompositions=decompositions.table(),
+                    keep_inference_input_mutations=True,
+                )(graph_module, example_inputs)
         except (
             WholeGraph,
             Eager,
@@ -116,8 +143,14 @@ class Captured:
             raise WholeGraph(f"it could not be captured ({inductor_fallback.first_line(error)})") from error
         if ahead:
             return
-        self._is_open = fast_call.is_open(way, example_inputs)
-        self.written = aliasing.written(way, example_inputs)
+        self._loaded = kept[0] if kept else None
+        if self._loaded is not None:
+            log.info("%s is taken whole from AOTAutograd's cache", self._title)
+            self._assembled, self._complete = self._loaded.run or self._not_yet, True
+            self._is_open, self.written = self._loaded.is_open, self._loaded.written
+        else:
+            self._is_open = fast_call.is_open(way, example_inputs)
+            self.written = aliasing.written(way, example_inputs)
         if launcher is None:
             self._call = aliasing.around(
                 self._call, graph_module.forward, self.written, example_inputs, options.fallback
@@ -130,14 +163,34 @@ class Captured:
         return ahead.callable_of(self._call)
 
     def certain(self) -> str:
-        return self._made.certain()
+        return self._made.certain() if self._loaded is None else self._loaded.certain
 
     def compile_regions(self, stopped: Callable[[], bool] = lambda: False) -> None:
+        if self._complete:
+            return
         with self.our_mistakes(stopped):
             self._made.compile_regions(stopped)
 
+    def _to_be_kept(self, at_once: bool, way: fast_call.Way, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """What AOTAutograd's cache takes: it is complete if ark runs the graph in any case."""
+        from ark_torch.compile.ahead import NotKept
+
+        if not at_once:
+            return NotKept(self._run)
+        with progress.shown(f"compiling ark's regions of {self._title}"), self.our_mistakes():
+            self._made.compile_regions()
+            self._complete = True
+            try:
+                whole: AheadOfTime = self._made.ahead_of_time()
+            except NotOneRegion as reason:
+                log.info("%s is not kept in AOTAutograd's cache: %s", self._title, reason)
+                return NotKept(self._run)
+        whole.certain = self._made.certain()
+        whole.is_open, whole.written = fast_call.is_open([way], example_inputs), aliasing.written([way], example_inputs)
+        return whole  # type: ignore[no-any-return]
+
     def to_assemble(self) -> int:
-        return self._made.to_assemble()
+        return self._made.to_assemble() if self._loaded is None else 0
 
     def assemble_next(self) -> None:
         with self.our_mistakes():
@@ -145,8 +198,9 @@ class Captured:
 
     def finish(self) -> Callable[..., Any]:
         """The function that takes the graph's arguments."""
-        with self.our_mistakes():
-            self._assembled = self._made.assemble()
+        if self._loaded is None:
+            with self.our_mistakes():
+                self._assembled = self._made.assemble()
         self._builder = None
         return fast_call.around(self._call, self._assembled, self._is_open)
 
