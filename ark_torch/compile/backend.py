@@ -142,8 +142,10 @@ def _fastest(
     if "ark" in names or not options.fallback or _ranks() > 1:  # only capture shows the collectives
         if waits:
             costs.prepare()
-        ours = names == {"ark"}
-        keeps = None if explained else lambda captured: ours or (known is None and bool(captured.certain()))
+        if explained or (known is not None and names != {"ark"}):
+            keeps = None
+        else:  # what is certain, or was chosen
+            keeps = lambda captured: known is not None or bool(captured.certain())  # noqa: E731
         captured = Captured(graph_module, example_inputs, options, report, keeps=keeps)
         if known is None and options.fallback and (reason := captured.certain()):
             report.certain = reason

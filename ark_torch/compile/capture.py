@@ -44,7 +44,7 @@ from ark_torch.compile.report import Fallback, GraphReport, fallback_of, log, ti
 from ark_torch.errors import CompileError, UnsupportedGraph
 
 if TYPE_CHECKING:
-    from ark_torch.compile.ahead import AheadOfTime
+    from ark_torch.compile.ahead import AheadOfTime, Opened
 
 TRAINS = (
     "it was traced with gradients on, and ark compiles inference only; if this model is not trained, call it under "
@@ -111,15 +111,18 @@ class Captured:
                     self._made.compile_regions()
                     return self._made.ahead_of_time()  # type: ignore[no-any-return]
             if kept is not None:
-                return self._to_be_kept(keeps is not None and keeps(self), way[0], example_inputs)
+                whole = self._to_be_kept(way[0], example_inputs) if keeps is not None and keeps(self) else None
+                if whole is not None:
+                    return whole
+                autograd_cache.not_kept()
             return self._run
 
-        kept: list[AheadOfTime] | None = None
+        kept: Opened | None = None
         try:
             with contextlib.ExitStack() as stack:
                 compilers: list[Any] = [trains, infers]
                 if keeps is not None and autograd_cache.usable(example_inputs):
-                    kept = stack.enter_context(autograd_cache.opened(options, threads, example_inputs))
+                    kept = stack.enter_context(autograd_cache.opened(self._title, options, threads, example_inputs))
                 if kept is not None:
                     compilers = [autograd_cache.serializable(one) for one in compilers]
                 self._call: Callable[..., Any] = aot_autograd(
@@ -143,8 +146,8 @@ class Captured:
             raise WholeGraph(f"it could not be captured ({inductor_fallback.first_line(error)})") from error
         if ahead:
             return
-        self._loaded = kept[0] if kept else None
-        if self._loaded is not None:
+        if kept is not None and kept.found is not None and self._builder is None:
+            self._loaded = kept.found
             log.info("%s is taken whole from AOTAutograd's cache", self._title)
             self._assembled, self._complete = self._loaded.run or self._not_yet, True
             self._is_open, self.written = self._loaded.is_open, self._loaded.written
@@ -171,23 +174,19 @@ class Captured:
         with self.our_mistakes(stopped):
             self._made.compile_regions(stopped)
 
-    def _to_be_kept(self, at_once: bool, way: fast_call.Way, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """What AOTAutograd's cache takes: it is complete if ark runs the graph in any case."""
-        from ark_torch.compile.ahead import NotKept
-
-        if not at_once:
-            return NotKept(self._run)
+    def _to_be_kept(self, way: fast_call.Way, example_inputs: Sequence[Any]) -> AheadOfTime | None:
+        """Compiles the graph, which ark runs in any case. Returns what AOTAutograd's cache takes, if it can be kept."""
         with progress.shown(f"compiling ark's regions of {self._title}"), self.our_mistakes():
             self._made.compile_regions()
-            self._complete = True
-            try:
-                whole: AheadOfTime = self._made.ahead_of_time()
-            except NotOneRegion as reason:
-                log.info("%s is not kept in AOTAutograd's cache: %s", self._title, reason)
-                return NotKept(self._run)
+        self._complete = True
+        try:
+            whole: AheadOfTime = self._made.ahead_of_time()
+        except Exception as reason:  # also where its library cannot be read: the graph runs all the same
+            log.info("%s is not kept in AOTAutograd's cache: %s", self._title, inductor_fallback.first_line(reason))
+            return None
         whole.certain = self._made.certain()
         whole.is_open, whole.written = fast_call.is_open([way], example_inputs), aliasing.written([way], example_inputs)
-        return whole  # type: ignore[no-any-return]
+        return whole
 
     def to_assemble(self) -> int:
         return self._made.to_assemble() if self._loaded is None else 0

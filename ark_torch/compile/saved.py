@@ -66,18 +66,21 @@ class SavedRegion:
                 f"{self.name}: saved on a CPU with {', '.join(lacking)}, which this one lacks: save it on such a one"
             )
 
-    def load(self) -> Any:
-        """The region. Raises CompileError, or what the planner raises."""
+    def load(self, name: str = "", kernel: bool = True) -> Any:
+        """The region, with a name of its own or another. Without its kernel it is compiled. Raises CompileError, or
+        what the planner raises."""
         from ark_torch import _C
         from ark_torch.compile import trace
 
-        self.check()
+        if kernel:
+            self.check()
         _jit.configure()
         trace.configure()
         graph = _C.plan.Graph()
         for call, args, kwargs in self.calls:
             getattr(graph, call)(*args, **kwargs)
-        return _C.plan.Region(graph, self.name, {**self.options, "saved": self.kernel})
+        options = {**self.options, "saved": self.kernel} if kernel else self.options
+        return _C.plan.Region(graph, name or self.name, options)
 
 
 @functools.cache

@@ -31,6 +31,6 @@ def test_a_first_call(command: list[str], forced: bool, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["first_call_s"] > found["ark_s"] > 0, found
-    assert found["rest_s"] == found["first_call_s"] - found["ark_s"], found
+    assert 0 < found["rest_s"] < found["first_call_s"], found
     if forced:  # by default another contestant may serve the first call
         assert found["ark_s"] > found["plan_and_compiler_s"] > 0, found

@@ -48,8 +48,8 @@ def fresh(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("ARK_COSTS", "assumed")
     if module not in FULLY_OPTIMISED or not request.config.getoption("--night"):
         monkeypatch.setenv("ARK_OPTIMISE", "1")
-    if module != "test_autograd_cache":  # others' graphs are lowered, also where another test has compiled the same
-        monkeypatch.setattr(autograd_cache, "usable", lambda inputs: False)
+    # Graphs are lowered, also where another test has compiled the same.
+    monkeypatch.setattr(autograd_cache, "_code", lambda: str(tmp_path))
     torch._dynamo.reset()
     torch.manual_seed(0)
     capture.say_once.cache_clear()

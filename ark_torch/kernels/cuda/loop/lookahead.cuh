@@ -15,6 +15,7 @@ namespace ark::loop {
 inline constexpr int kMostOperands = 64;  // per task
 inline constexpr int kEntries = 8;        // kept at once; five are needed, and eight avoid a division
 inline constexpr int kSlotOperands = 24, kSlotWaits = 24, kSlotSignals = 8, kSlotLoads = 16;
+static_assert(kSlotOperands <= 32);  // a lane for each (resolve())
 
 ARK_LOOP constexpr bool fits_slot(const TaskEntry& task) {
   return task.operand_count <= kSlotOperands && task.wait_count <= kSlotWaits && task.signal_count <= kSlotSignals &&
