@@ -56,7 +56,7 @@ def overhead(load: Load) -> str:
         else:
             rest.append(
                 f"{row['what'].capitalize()}: the first call takes {row['first_call_s']:.1f} s, {row['ark_s']:.2f} s "
-                "of them in ark."
+                "of them in its backend and AOTAutograd."
             )
     return "\n".join([*lines, "", *rest])
 
