@@ -42,19 +42,20 @@ def test_reasons_have_places(plan: str) -> None:
 
 def test_log_says_where_a_kernel_comes_from(caplog: pytest.LogCaptureFixture) -> None:
     said = []
-    for _ in range(2):
+    for whole in (False, False, True, True):
         torch._dynamo.reset()
-        with caplog.at_level("INFO", logger="ark_torch.compile"):
+        with (
+            caplog.at_level("INFO", logger="ark_torch.compile"),
+            torch._functorch.config.patch(enable_autograd_cache=whole),
+        ):
             torch.compile(lambda a: torch.tanh(a) * 1.25 - 0.375, backend="ark", options=ARK)(torch.ones(7))
-        said += [record.getMessage() for record in caplog.records if "its kernel" in record.getMessage()]
+        said += [line for line in caplog.messages if "its kernel" in line or "taken whole" in line]
         caplog.clear()
-    assert [next(w for w in ("compiled", "taken from the cache") if w in line) for line in said] == [
-        "compiled",
-        "taken from the cache",
-    ], said
-    assert all(line.startswith("test_explained.<lambda>[0/0], piece 0: planned, and its kernel ") for line in said), (
-        said
-    )
+    compiled, *kernels, graph = said
+    planned = "test_explained.<lambda>[0/0], piece 0: planned, and its kernel "
+    assert compiled.startswith(f"{planned}compiled, in "), said
+    assert len(kernels) == 2 and all(line.startswith(f"{planned}taken from the cache, in ") for line in kernels), said
+    assert graph == "test_explained.<lambda>[0/0] is taken whole from AOTAutograd's cache", said
 
 
 def test_log_says_who_was_chosen(
