@@ -4,6 +4,10 @@ index_add, index_copy and index_select refuse negative indices, but their decomp
 from the end. What ark runs is as strict as eager PyTorch, so these operators stay whole; for Inductor's pieces they are
 decomposed again, since Inductor knows no other form. index_fill, which PyTorch makes of index_copy, accepts negative
 indices. The decompositions of eager_values.py take precedence over Inductor's.
+
+Where torch._inductor.config.coordinate_descent_tuning is set (torchao's quantize_ and GPT-fast set it), Inductor
+multiplies one row on a GPU by multiplying and adding up elements. ark has kernels for products of one row, so these
+stay products as well, except in Inductor's pieces.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from torch.fx import Graph, Node
 from ark_torch.compile import eager_values
 from ark_torch.compile.analysis import aten
 
+prims = torch.ops.prims
+
 # The position of the index among the arguments; the dimension precedes it.
 _KEPT: dict[Any, Any] = {
     aten.index_add.default: aten.index_put.default,
@@ -26,6 +32,8 @@ _KEPT: dict[Any, Any] = {
     aten.index_select.default: aten.index.Tensor,
 }
 _ADDING = frozenset({aten.index_add.default, aten.index_add_.default})
+# The dimension of an operand that is 1 for one row, or for one column.
+_PRODUCTS: dict[Any, int] = {aten.mm.default: 0, aten.bmm.default: 1}
 
 
 def table() -> dict[Any, Callable[..., Any]]:
@@ -40,7 +48,24 @@ def table() -> dict[Any, Callable[..., Any]]:
         operator = getattr(aten, name).default
         if (decomposition := made.get(operator)) is not None:
             made[operator] = _with_lowerings(decomposition)
+    for operator in _PRODUCTS:
+        if (decomposition := made.get(operator)) is not None:
+            made[operator] = _without_tuning(decomposition)
     return made
+
+
+def _without_tuning(decomposition: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*arguments: Any, **named: Any) -> Any:
+        with _tuning(False):
+            return decomposition(*arguments, **named)
+
+    return run
+
+
+def _tuning(by_coordinate_descent: bool) -> Any:
+    from torch._inductor import config
+
+    return config.patch(coordinate_descent_tuning=by_coordinate_descent)
 
 
 def _with_lowerings(decomposition: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,7 +103,11 @@ def _unless_simple(decomposition: Callable[..., Any]) -> Callable[..., Any]:
 
 def for_inductor(graph: Graph) -> None:
     """Decomposes the operators that were kept."""
-    for node in graph.nodes:
+    from torch._inductor import config
+
+    for node in list(graph.nodes):
+        if node.target in _PRODUCTS and config.coordinate_descent_tuning:
+            _add_up(graph, node)
         if node.target in _KEPT:
             base, dim, index, *source = node.args
             assert isinstance(base, Node) and isinstance(dim, int)
@@ -92,3 +121,28 @@ def for_inductor(graph: Graph) -> None:
             adds = [True] if node.target in _ADDING else []
             node.args = (base, [*[None] * dim, index], *source, *adds)
             node.target = _KEPT[node.target]
+
+
+def _add_up(graph: Graph, product: Node) -> None:
+    """Does what Inductor does to a product of one row or one column on a GPU, in float32 if its type has half the bits."""
+    a, b, lead = *product.args, _PRODUCTS[product.target]
+    assert isinstance(a, Node) and isinstance(b, Node)
+    value = product.meta["val"]
+    if value.device.type in ("cpu", "mps") or not any(type(n) is int and n == 1 for n in value.shape[lead:]):
+        return
+
+    def add(operator: Any, *arguments: Any) -> Node:
+        node = graph.call_function(operator, arguments)
+        node.meta["val"] = operator(*[one.meta["val"] if isinstance(one, Node) else one for one in arguments])
+        return node
+
+    computed = torch.float32 if value.dtype in (torch.float16, torch.bfloat16) else value.dtype
+    with graph.inserting_before(product):
+        if computed != value.dtype:
+            a, b = (add(prims.convert_element_type.default, one, computed) for one in (a, b))
+        a, b = add(aten.unsqueeze.default, a, lead + 2), add(aten.unsqueeze.default, b, lead)
+        total = add(aten.sum.dim_IntList, add(aten.mul.Tensor, a, b), [lead + 1])
+        if computed != value.dtype:
+            total = add(prims.convert_element_type.default, total, value.dtype)
+    product.replace_all_uses_with(total)
+    graph.erase_node(product)

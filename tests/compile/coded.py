@@ -132,6 +132,22 @@ def coded(name: str, n: int, k: int = 256) -> tuple[Coded, str]:
     return Coded(decode, n, k // 2 if told.startswith(FOUR) else k, codes, groups * k // 256 if groups > 1 else 1), told
 
 
+LAYOUTS = ("columns", "groups", "pairs")
+
+
+def laid_out(product: Coded, layout: str, scales: torch.dtype, zeros: torch.dtype) -> Coded:
+    """Changes types and strides of scales and zeros: in memory the groups of a column lie side by side, or the columns of
+    a group, or its columns with a scale and a zero each ("pairs", of one type)."""
+    scale, zero = product.scales.to(scales), product.zeros.to(zeros)
+    if layout == "groups":
+        scale, zero = (one.t().contiguous().t() for one in (scale, zero))
+    if layout == "pairs":
+        both = torch.stack((scale.t(), zero.t().to(scales)), 2).transpose(0, 1)
+        scale, zero = both.unbind(2)
+    product.scales, product.zeros = scale, zero
+    return product
+
+
 def in_tiles(codes: Tensor, inner: int) -> Tensor:
     """Packs codes [n, k] as the loops of PyTorch's CUDA kernel do, number by number."""
     n, k = codes.shape

@@ -195,6 +195,26 @@ def test_scales_of_several_layouts(sources: Sources, compiled: Any) -> None:
     sources.check()
 
 
+@pytest.mark.by_day("sm_90a-int8-1-pairs", "sm_90a-bfloat16-8-groups")
+@pytest.mark.parametrize("layout", coded.LAYOUTS)
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("zeros", [torch.bfloat16, torch.int8, torch.float32], ids=lambda dtype: str(dtype)[6:])
+def test_scales_by_column_or_group(sources: Sources, compiled: Any, zeros: torch.dtype, rows: int, layout: str) -> None:
+    """All layouts, as many columns as make even and odd addresses. The prefetches of a task fit into its slot."""
+    of = torch.float32 if zeros == torch.float32 else torch.bfloat16
+    sizes = [(2112, 4096), (37, 2176), (130, 4096)]
+    made = [coded.laid_out(coded.coded("int4, zeros", *size)[0], layout, of, zeros) for size in sizes]
+    call, _ = compiled(
+        lambda x: [one(x[:, :k]).sin() for one, (_, k) in zip(made, sizes, strict=True)],
+        dynamic=False,
+        fallback=False,
+        minimum=1,
+    )
+    call(torch.randn(rows, 4096, dtype=torch.bfloat16))
+    assert "// Tasks with more entries than their slots have room for: 0." in sources.found[0]
+    sources.check()
+
+
 @pytest.mark.by_day("sm_90a-bfloat16")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
 def test_large_tiles(sources: Sources, compiled: Any, dtype: torch.dtype) -> None:

@@ -12,11 +12,17 @@ import pytest
 import torch
 from support import start
 from torch import Tensor
+from torch._inductor import config as inductor_config
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from ark_torch import _C
+from ark_torch.compile import decompositions
 from ark_torch.errors import CompileError
 
 pytestmark = pytest.mark.timeout(120)
+aten = torch.ops.aten
 
 
 def test_fallback_false_names_operator_module_and_line(double: Any, compiled: Any) -> None:
@@ -173,3 +179,33 @@ def test_inductor_by_choice(compiled: Any) -> None:
     call, report = compiled(lambda a: a * 2 + 1, choose="inductor")
     torch.testing.assert_close(call(torch.ones(3)), torch.full((3,), 3.0))
     assert "choose" in report.graphs[0].whole
+
+
+def test_products_of_one_row_are_sums_in_inductors_pieces_only() -> None:
+    """coordinate_descent_tuning, which torchao sets, makes sums of them on GPUs: not for ark, and as Inductor has them
+    for its pieces."""
+
+    def products(*given: Tensor) -> tuple[Tensor, ...]:
+        a, b, c, d, rows = given
+        return a @ b, torch.bmm(c, d), rows @ b
+
+    shapes = [(1, 64), (64, 8), (3, 5, 64), (3, 64, 1), (2, 64)]
+    with FakeTensorMode(), inductor_config.patch(coordinate_descent_tuning=True):
+        fakes = [torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes]
+        theirs = make_fx(products, decomposition_table=select_decomp_table())(*fakes)
+        ours = make_fx(products, decomposition_table=decompositions.table())(*fakes)
+        kept = [node.target for node in ours.graph.nodes if node.target in (aten.mm.default, aten.bmm.default)]
+        decompositions.for_inductor(ours.graph)
+    assert kept == [aten.mm.default, aten.bmm.default, aten.mm.default]
+    for made in (ours, theirs):
+        made.graph.eliminate_dead_code()
+        made.recompile()
+
+    def computed(made: torch.fx.GraphModule) -> list[tuple[Any, torch.Size, torch.dtype]]:
+        nodes = [node for node in made.graph.nodes if node.op == "call_function"]
+        return sorted((str(node.target), node.meta["val"].shape, node.meta["val"].dtype) for node in nodes)
+
+    assert computed(ours) == computed(theirs)
+    given = [torch.randn(shape).bfloat16() for shape in shapes]
+    for one, other in zip(ours(*given), theirs(*given), strict=True):
+        assert torch.equal(one, other)

@@ -6,6 +6,7 @@ Every form, one to sixteen rows, and odd sizes.
 from __future__ import annotations
 
 import copy
+import json
 import sys
 from pathlib import Path
 
@@ -20,7 +21,7 @@ sys.path += [
 ]
 
 import models  # in tests/compile
-from coded import FORMS, coded
+from coded import FORMS, LAYOUTS, coded, laid_out
 from llama.quantized import FORMS as MODULES  # in examples/
 from llama.quantized import quantize
 
@@ -58,6 +59,38 @@ def test_every_form(form: str, dtype: torch.dtype, close: float) -> None:
             assert torch.equal(one, other), (x.shape, one.shape)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "scales, zeros",
+    [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32), (torch.bfloat16, torch.int8)],
+    ids=["bfloat16", "float32", "int8"],
+)
+@pytest.mark.parametrize("form", ["int4, zeros", "int4, behind a group of 128"])
+def test_layouts_of_scales(form: str, scales: torch.dtype, zeros: torch.dtype, layout: str) -> None:
+    """Scales and zeros by columns, by groups and in turns, with columns that begin at even and odd addresses, of products
+    that share their rows."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    sizes = [*SIZES, (515, 4096), (62, 4096), (131, 768)]
+    products = [laid_out(coded(form, *size)[0].to(DEVICE), layout, scales, zeros) for size in sizes]
+    given = {k: [torch.randn(m, k, device=DEVICE).bfloat16() for m in ROWS] for _, k in sizes}
+
+    def call(given: dict[int, list[Tensor]]) -> list[list[Tensor]]:
+        return [[product(x) for x in given[k]] for product, (_, k) in zip(products, sizes, strict=True)]
+
+    with torch.no_grad():
+        ours, report = compiled(call, minimum=1, fallback=False)
+        got, again = ours(given), ours(given)
+        on_one_kernel(report)
+        for product, (_, k), ones, others in zip(products, sizes, got, again, strict=True):
+            weight = product(torch.eye(k, dtype=torch.float64, device=DEVICE)).t()
+            for x, one, other in zip(given[k], ones, others, strict=True):
+                right = x.double() @ weight.t()
+                scale = (x.double().square() @ weight.square().t() + 1).sqrt() + right.abs()
+                assert float(((one.double() - right).abs() / scale).max()) < 4.1e-3, (x.shape, one.shape)
+                assert torch.equal(one, other), (x.shape, one.shape)
+
+
 @pytest.mark.parametrize("depth", [96, 160, 272])
 @pytest.mark.parametrize("form", ["int8, scaled", "float8, scaled", "int4, channels"])
 def test_odd_depths(form: str, depth: int) -> None:
@@ -88,6 +121,25 @@ def test_every_code_of_float8() -> None:
             )
             torch.testing.assert_close(ours(x, weight)[0].float(), codes.float(), rtol=0, atol=0, equal_nan=True)
         on_one_kernel(report)
+
+
+@pytest.mark.parametrize("form", [None, "int8", "float8"])
+def test_products_stay_whole_where_inductor_adds_up(form: str | None) -> None:
+    """With coordinate_descent_tuning, which torchao sets, Inductor makes a sum of a product of one row."""
+    torch._dynamo.reset()
+    model = torch.nn.Sequential(torch.nn.Linear(512, 384, bias=False), torch.nn.SiLU(), torch.nn.Linear(384, 256))
+    model = model.bfloat16().to(DEVICE).requires_grad_(False)
+    if form is not None:
+        quantize(model, form)
+    x = torch.randn(1, 512, device=DEVICE).bfloat16()
+    with torch._inductor.config.patch(coordinate_descent_tuning=True):
+        ours, report = compiled(model, minimum=1, fallback=False)
+        torch.testing.assert_close(ours(x), model(x), rtol=2e-2, atol=2e-2)
+    on_one_kernel(report)
+    told = [] if form is None else [f"2 times: product of {form} weights, scale a channel"]
+    assert report.graphs[0].weights == told
+    kinds = [stage["kind"] for stage in json.loads(report.graphs[0].pieces[0].region.json())["stages"]]
+    assert kinds.count("matmul") == 2, kinds
 
 
 @pytest.mark.parametrize("form", MODULES)

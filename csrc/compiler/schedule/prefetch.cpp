@@ -19,17 +19,41 @@ bool loaded_ahead(const Graph& graph, const Stage& stage, const Access& access) 
   return gather == nullptr || access.value != gather->table;
 }
 
+namespace {
+
+constexpr int64_t kSector = 32;  // bytes that memory transfers at least
+
+// Joins runs with less than a sector between them. They become whole steps of their stride where the buffer has these
+// bytes, so that numbers of two kinds that take turns (scales and zeros) make the same box.
+Box joined(Box box, int64_t size) {
+  while (box.depth > 0) {
+    const auto [stride, count] = box.dimensions[box.depth - 1];
+    if (stride - box.width >= kSector) break;
+    box.dimensions[--box.depth] = {};
+    const int64_t before = box.offset % stride, steps = (before + box.width + stride - 1) / stride;
+    box.width += (count - 1) * stride;
+    Box whole = box;
+    whole.offset -= before;
+    whole.width = (count - 1 + steps) * stride;
+    if (whole.end() <= size) box = whole;
+  }
+  return box;
+}
+
+}  // namespace
+
 Box loaded_box(const Graph& graph, const Stage& stage, const Task& task, int value) {
+  const int64_t size = graph.buffer_of(value).bytes;
   Box box;
   bool first = true;
   for (const Access& access : stage.accesses) {
     if (access.write || access.value != value) continue;
     const Box part = box_of(graph, stage, access, task.begin, task.end);
-    if (!first && !(part == box)) return box_of(graph.values()[value]);
+    if (!first && !(part == box)) return joined(box_of(graph.values()[value]), size);
     box = part;
     first = false;
   }
-  return box;
+  return joined(box, size);
 }
 
 void add_loads(const Plan& plan, int index, std::vector<Load>& loads) {

@@ -13,7 +13,8 @@ namespace ark::compiler {
 // is not: the index selects its rows.
 bool loaded_ahead(const Graph& graph, const Stage& stage, const Access& access);
 
-// The part of a value that a task finds loaded: the box of its accesses, or the whole value if they differ.
+// The part of a value that a task finds loaded: the box of its accesses, or the whole value if they differ. Runs that
+// almost touch are one, with what lies between.
 Box loaded_box(const Graph& graph, const Stage& stage, const Task& task, int value);
 
 // Appends the loads of task `index`, each byte once, in the order of its stage's accesses.

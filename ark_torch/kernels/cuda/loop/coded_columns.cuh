@@ -62,7 +62,6 @@ ARK_LOOP CodedShare<kShape, kCodes, BAt, ScaleAt, ZeroAt, OutAt, BiasAt> coded_s
 // later one.
 template <class... Shares>
 struct CodedRuns {
-  static constexpr bool kScalesAdjacent = true, kZerosAdjacent = true;
   const int total;
   ARK_LOOP explicit CodedRuns(int begin) : total(begin) {}
 };
@@ -75,9 +74,11 @@ struct CodedRuns<First, Rest...> {
   static constexpr Product s = First::kProduct;
   static constexpr Codes q = First::q;
   static constexpr bool kLast = sizeof...(Rest) == 0;
-  // Whether the groups of a column are adjacent, in all shares.
-  static constexpr bool kScalesAdjacent = q.scale.group == 1 && CodedRuns<Rest...>::kScalesAdjacent;
-  static constexpr bool kZerosAdjacent = q.zero.group == 1 && CodedRuns<Rest...>::kZerosAdjacent;
+  // Strides of scales and zeros; 0 if those of the shares differ.
+  static constexpr int64_t kScaleGroup = ((Rest::q.scale.group == q.scale.group) && ...) ? q.scale.group : 0;
+  static constexpr int64_t kScaleColumn = ((Rest::q.scale.column == q.scale.column) && ...) ? q.scale.column : 0;
+  static constexpr int64_t kZeroGroup = ((Rest::q.zero.group == q.zero.group) && ...) ? q.zero.group : 0;
+  static constexpr int64_t kZeroColumn = ((Rest::q.zero.column == q.zero.column) && ...) ? q.zero.column : 0;
 
   const First first;
   const int begin;

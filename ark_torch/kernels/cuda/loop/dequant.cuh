@@ -37,13 +37,13 @@ ARK_LOOP void dequant_plain(const A* a, const Share& share, int r0, int rows) {
   }
 }
 
-template <bool kStaged, class Columns>
+template <int kMost, class Columns>
 struct CodeStream {
-  using Type = LaneScales<Columns>;
+  using Type = StagedScales<Columns, kMost>;
 };
 template <class Columns>
-struct CodeStream<true, Columns> {
-  using Type = StagedScales<Columns>;
+struct CodeStream<0, Columns> {
+  using Type = LaneScales<Columns>;
 };
 
 // All kRows rows of a, at most as many as fit a tensor core.
@@ -52,7 +52,7 @@ ARK_LOOP void dequant_runs(AAt a, const First& first, const Rest&... rest) {
   using Runs = CodedRuns<First, Rest...>;
   using Slices = CodeSlices<Runs>;
   constexpr int kMost = kRows <= kStagedRows ? most_staged_columns<kRows, Runs>() : 0;
-  using Stream = typename CodeStream<(kMost > 0), Runs>::Type;
+  using Stream = typename CodeStream<kMost, Runs>::Type;
   static_assert(kWorkspaceBytes / 4 / kRows - 8 >= Slices::split.slices * Slices::kTogether);
   const auto runs = [&] { return Runs(0, first.anew(), rest.anew()...); };
   in_slices<kRows, kMost>(

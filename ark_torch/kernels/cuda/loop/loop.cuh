@@ -58,8 +58,7 @@ ARK_LOOP Shared<kPointers>& shared() {
 }
 
 // Issues prefetches of later tasks' parameters. Called by all threads. With the bulk copy engine (compute capability
-// 9.0) one warp issues them, one run per lane, and continues; it skips runs that are not 16-byte aligned, which tasks
-// then load themselves.
+// 9.0) one warp issues them, one run per lane, and continues. It takes multiples of 16 bytes: those that hold a run.
 ARK_LOOP bool fetches(int self) {
 #if __CUDA_ARCH__ >= 900
   return self / 32 == kWarps / 4;
@@ -67,26 +66,36 @@ ARK_LOOP bool fetches(int self) {
   return true;
 #endif
 }
+#if __CUDA_ARCH__ >= 900
+template <bool kHint>
+ARK_LOOP void prefetch_runs(int self, const char* from, const LoadEntry& load, uint64 policy = 0) {
+  ARK_ROLLED for (int row = self % 32; row < load.rows; row += 32) {
+    const char* const begin = from + row * load.stride;
+    const auto before = static_cast<uint32>(bits_as<int64_t>(begin) & 15);
+    const uint32 bytes = (before + static_cast<uint32>(load.bytes) + 15) & ~15u;
+    if constexpr (kHint)
+      asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(begin - before), "r"(bytes),
+                   "l"(policy));
+    else
+      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(begin - before), "r"(bytes));
+  }
+}
+#endif
 template <bool kHinted>
 ARK_LOOP void fetch(int self, char* const* bases, const LoadEntry* loads, int count) {
   ARK_ROLLED for (int n = 0; n < count; ++n) {
     const LoadEntry& load = loads[n];
     const char* const from = address_of(bases, load.operand);
 #if __CUDA_ARCH__ >= 900
-    if (((bits_as<int64_t>(from) | load.bytes | load.stride) & 15) != 0) continue;
     if constexpr (kHinted) {
       if (load.cache != static_cast<int>(Cache::normal)) {
-        const uint64 policy = load.cache == static_cast<int>(Cache::evict_last) ? cache_policy<Cache::evict_last>()
-                                                                                : cache_policy<Cache::evict_first>();
-        ARK_ROLLED for (int row = self % 32; row < load.rows; row += 32) asm volatile(
-            "cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(from + row * load.stride),
-            "r"(static_cast<uint32>(load.bytes)), "l"(policy));
+        prefetch_runs<true>(self, from, load,
+                            load.cache == static_cast<int>(Cache::evict_last) ? cache_policy<Cache::evict_last>()
+                                                                              : cache_policy<Cache::evict_first>());
         continue;
       }
     }
-    ARK_ROLLED for (int row = self % 32; row < load.rows; row += 32) asm volatile(
-        "cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from + row * load.stride),
-        "r"(static_cast<uint32>(load.bytes)));
+    prefetch_runs<false>(self, from, load);
 #else
     const uint32 lines = static_cast<uint32>((load.bytes + kLine - 1) / kLine);
     for (uint32 i = static_cast<uint32>(self); i < lines * static_cast<uint32>(load.rows); i += kThreads)
