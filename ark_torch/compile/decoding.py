@@ -41,6 +41,7 @@ class Leaf:
 
     source: Node
     view: Strided
+    made: Strided | None = None  # what a region gets in place of the source, and the view is of (tinygemm.py)
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,6 @@ class Decoded:
     scale: Leaf | None = None
     zero: Leaf | None = None
     zero_after: bool = False
-    unpacked: bool = False  # the source is packed, and a region gets it unpacked (tinygemm.py)
     block: int = 0  # columns side by side (Codes in csrc/compiler/graph/stage.hpp); 0: columns of bytes
 
     @property

@@ -124,7 +124,7 @@ def for_inductor(graph: Graph) -> None:
 
 
 def _add_up(graph: Graph, product: Node) -> None:
-    """Does what Inductor does to a product of one row or one column on a GPU, in float32 if its type has half the bits."""
+    """Does what Inductor does to a product of one row or one column on a GPU: half types are added up in float32."""
     a, b, lead = *product.args, _PRODUCTS[product.target]
     assert isinstance(a, Node) and isinstance(b, Node)
     value = product.meta["val"]

@@ -71,7 +71,7 @@ def weight_of(product: Node) -> Weight | None:
 def multiplies_float8(weight: Weight, rows: int) -> bool:
     """Whether a product of float8 rows with the weight is one of float8 numbers, not one of decoded weights."""
     depth = weight.codes.shape[0]
-    return rows > MOST_ROWS and depth % LINE == 0 and weight.groups == 1 and not weight.decoded.unpacked
+    return rows > MOST_ROWS and depth % LINE == 0 and weight.groups == 1 and weight.decoded.codes.made is None
 
 
 def mark(graph: Graph, forced: bool = False) -> list[str]:
@@ -195,12 +195,22 @@ def in_tiles(product: Node) -> Weight:
     columns, depth = sizes
     if group % GROUPS or depth % group:
         raise NotTaken(f"its groups of {group} are not of a multiple of {GROUPS}")
-    of_group, of_column, of_kind = scale.view.strides
-    zero = Leaf(scale.source, scale.view._replace(offset=scale.view.offset + of_kind))
+    if scale.view.shape != (depth // group, columns, 2):
+        raise NotTaken(f"its scales are of shape {list(scale.view.shape)}")
+    if analysis.is_source(scales):  # type: ignore[arg-type]
+        made = scale.view._replace(
+            shape=(2, columns, depth // group), strides=(depth // group * columns, depth // group, 1)
+        )
+        scale = Leaf(scale.source, made._replace(offset=0), made)
+        of_kind, of_column, of_group = made.strides
+    else:
+        of_group, of_column, of_kind = scale.view.strides
+    zero = replace(scale, view=scale.view._replace(offset=scale.view.offset + of_kind))
     assert isinstance(codes, Node)
-    rows = Leaf(codes, Strided(0, torch.uint8, (columns, depth // 2), (depth // 2, 1), 0))
+    packed = Strided(0, torch.uint8, (columns, depth // 2), (depth // 2, 1), 0)
+    rows = Leaf(codes, packed, packed)
     dims = ((Factor(depth, 1),), (Factor(columns, depth),))
-    decoded = Decoded(dims, rows, 4, offset=8, scale=scale, zero=zero, zero_after=True, unpacked=True)
+    decoded = Decoded(dims, rows, 4, offset=8, scale=scale, zero=zero, zero_after=True)
     view = rows.view._replace(shape=(depth // 2, columns), strides=(1, depth // 2))
     strides = (of_group, of_column)
     return Weight(view, decoded, group, depth // group, strides, strides)

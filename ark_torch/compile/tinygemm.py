@@ -1,9 +1,9 @@
 """Int4 weights in the order of PyTorch's CUDA kernel (aten._weight_int4pack_mm, "tinygemm"; torchao and GPT-fast).
 
 Codes are packed for that kernel's tensor core tiles: [n / 8, k / (16 t), 32 lanes, t / 2] words of eight codes, where t
-is inner_k_tiles. Loop kernels read rows of codes. So a region takes them unpacked: the first call unpacks, and later
-calls take what the first one made, as long as the weight is the same tensor with the same contents. It is a second copy
-of the weight, of the same size.
+is inner_k_tiles. Loop kernels read rows of codes, and copy the groups' scales of a column at once. So a region takes
+codes unpacked and scales by column: the first call makes them, and later calls take what the first one made, as long as
+they are the same tensors with the same contents. It is a second copy of the weight, of the same size.
 """
 
 from __future__ import annotations
@@ -39,8 +39,13 @@ def unpack(packed: Tensor) -> Tensor:
     return codes.permute(0, 2, 1, 4, 5, 3).reshape(known[0], known[1] // 2)
 
 
+def by_column(scales: Tensor) -> Tensor:
+    """Scales and zeros [groups, n, 2] as [2, n, groups]."""
+    return scales.permute(2, 1, 0).contiguous()
+
+
 class _Unpacked:
-    """One weight's rows, made anew if it is another tensor or was written."""
+    """One weight's rows, or its scales, made anew if it is another tensor or was written."""
 
     def __init__(self) -> None:
         self._of: tuple[int, int] | None = None
@@ -50,7 +55,7 @@ class _Unpacked:
         now = (packed.data_ptr(), 0 if packed.is_inference() else packed._version)
         if self._rows is not None and self._of == now:
             return self._rows
-        rows = unpack(packed)
+        rows = unpack(packed) if packed.dim() == 4 else by_column(packed)
         # What a CUDA graph captures exists only when it is replayed.
         if not (packed.is_cuda and torch.cuda.is_current_stream_capturing()):
             self._of, self._rows = now, rows
@@ -58,7 +63,7 @@ class _Unpacked:
 
 
 def around(run: Boxed, positions: Iterable[int]) -> Boxed:
-    """Gives `run` the rows of the weights at these positions of its arguments."""
+    """Gives `run` the rows of the weights, and their scales by column, at these positions of its arguments."""
     weights = [(position, _Unpacked()) for position in positions]
 
     def unpacked(inputs: list[Any]) -> Sequence[Any]:

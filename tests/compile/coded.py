@@ -136,8 +136,8 @@ LAYOUTS = ("columns", "groups", "pairs")
 
 
 def laid_out(product: Coded, layout: str, scales: torch.dtype, zeros: torch.dtype) -> Coded:
-    """Changes types and strides of scales and zeros: in memory the groups of a column lie side by side, or the columns of
-    a group, or its columns with a scale and a zero each ("pairs", of one type)."""
+    """Changes types and strides of scales and zeros: in memory the groups of a column lie side by side, or the columns
+    of a group, or its columns with a scale and a zero each ("pairs", of one type)."""
     scale, zero = product.scales.to(scales), product.zeros.to(zeros)
     if layout == "groups":
         scale, zero = (one.t().contiguous().t() for one in (scale, zero))

@@ -227,18 +227,22 @@ def test_codes_in_tiles_are_unpacked(inner: int) -> None:
     assert torch.equal(rows, (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8))
 
 
-def test_what_pytorch_packs_for_gpus(compiled: Any) -> None:
+@pytest.mark.parametrize("view", [False, True], ids=["scales", "view"])
+def test_what_pytorch_packs_for_gpus(view: bool, compiled: Any) -> None:
     """PyTorch computes it on GPUs only (tests/gpu/test_compile_scaled.py compares with it): here against float64. The
-    weight is unpacked once, and again when it was written or is another."""
+    weight is unpacked once, and again when it was written or is another; so are scales, unless they are a view."""
     codes = torch.randint(0, 16, (24, 256))
     packed = in_tiles(codes, 8)
-    scales, bias = torch.rand(2, 24, 2).bfloat16(), torch.randn(24).bfloat16()
+    wide, bias = torch.rand(2, 32, 2).bfloat16(), torch.randn(24).bfloat16()
+    scales = wide if view else wide[:, 4:28].contiguous()
 
     def call(packed: Tensor, *rows: Tensor) -> list[Tensor]:
-        return [F.relu(torch.ops.aten._weight_int4pack_mm(x, packed, 128, scales) + bias) for x in rows]
+        of = scales[:, 4:28] if view else scales
+        return [F.relu(torch.ops.aten._weight_int4pack_mm(x, packed, 128, of) + bias) for x in rows]
 
     def check(packed: Tensor, codes: Tensor) -> None:
-        scale, zero = (scales[..., i].double().repeat_interleave(128, 0) for i in range(2))
+        of = scales[:, 4:28] if view else scales
+        scale, zero = (of[..., i].double().repeat_interleave(128, 0) for i in range(2))
         for x, got in zip(rows, ours(packed, *rows), strict=True):
             right = F.relu(x.double() @ ((codes.t() - 8) * scale + zero) + bias.double())
             assert error(got, right) <= 2**-7 * float(right.abs().max())
@@ -250,5 +254,7 @@ def test_what_pytorch_packs_for_gpus(compiled: Any) -> None:
     other = torch.randint(0, 16, (24, 256))
     check(in_tiles(other, 8), other)
     packed.copy_(in_tiles(other, 8))
+    check(packed, other)
+    scales.mul_(1.5)
     check(packed, other)
     assert report.graphs[0].weights == ["2 times: product of int4 weights, scale a group of 128, and a zero"]

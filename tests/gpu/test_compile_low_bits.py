@@ -67,8 +67,8 @@ def test_every_form(form: str, dtype: torch.dtype, close: float) -> None:
 )
 @pytest.mark.parametrize("form", ["int4, zeros", "int4, behind a group of 128"])
 def test_layouts_of_scales(form: str, scales: torch.dtype, zeros: torch.dtype, layout: str) -> None:
-    """Scales and zeros by columns, by groups and in turns, with columns that begin at even and odd addresses, of products
-    that share their rows."""
+    """Scales and zeros by columns, by groups and in turns, with columns that begin at even and odd addresses, of
+    products that share their rows."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     sizes = [*SIZES, (515, 4096), (62, 4096), (131, 768)]

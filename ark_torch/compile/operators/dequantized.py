@@ -91,7 +91,7 @@ def product(low: Lowering, weight: Weight, out: Strided, rows: Operand, bias: Op
 def _write(low: Lowering, made: _Product, out: Strided) -> Strided:
     weight, decoded = made.weight, made.weight.decoded
     columns = decoded.shape[1]
-    codes = low.unpacked(decoded.codes.source, decoded.codes.view) if decoded.unpacked else _of(low, decoded.codes)
+    codes = _of(low, decoded.codes)
     inputs: list[Operand] = [
         made.rows,
         codes._replace(shape=weight.codes.shape, strides=weight.codes.strides, offset=weight.codes.offset),
@@ -124,7 +124,7 @@ def _write(low: Lowering, made: _Product, out: Strided) -> Strided:
 
 
 def _of(low: Lowering, leaf: Leaf) -> Strided:
-    source = low.source(leaf.source)
+    source = low.source(leaf.source) if leaf.made is None else low.unpacked(leaf.source, leaf.made)
     return leaf.view._replace(buffer=source.buffer)
 
 

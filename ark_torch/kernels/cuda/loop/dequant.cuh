@@ -46,29 +46,57 @@ struct CodeStream<0, Columns> {
   using Type = LaneScales<Columns>;
 };
 
-// All kRows rows of a, at most as many as fit a tensor core.
-template <int kRows, class AAt, class First, class... Rest>
-ARK_LOOP void dequant_runs(AAt a, const First& first, const Rest&... rest) {
+// How kRows rows, at most as many as fit a tensor core, are multiplied with the columns of shares.
+template <int kRows, class First, class... Rest>
+struct DequantRuns {
   using Runs = CodedRuns<First, Rest...>;
   using Slices = CodeSlices<Runs>;
-  constexpr int kMost = kRows <= kStagedRows ? most_staged_columns<kRows, Runs>() : 0;
+  static constexpr int kMost = kRows <= kStagedRows ? most_staged_columns<kRows, Runs>() : 0;
   using Stream = typename CodeStream<kMost, Runs>::Type;
+};
+
+template <int kRows, bool kStaged, class AAt, class First, class... Rest>
+ARK_LOOP void dequant_runs(AAt a, const First& first, const Rest&... rest) {
+  using How = DequantRuns<kRows, First, Rest...>;
+  using Runs = typename How::Runs;
+  using Slices = typename How::Slices;
   static_assert(kWorkspaceBytes / 4 / kRows - 8 >= Slices::split.slices * Slices::kTogether);
   const auto runs = [&] { return Runs(0, first.anew(), rest.anew()...); };
-  in_slices<kRows, kMost>(
+  if (kStaged) wait_copies<0>();
+  in_slices<kRows, How::kMost>(
       kRows, 1, 0, runs().total, Slices::split.slices, Slices::kTogether,
-      [&](int, int, int c, int batches, Parts parts) { dequant_parts<kRows, Stream>(a, runs(), c, batches, parts); },
+      [&](int, int, int c, int batches, Parts parts) {
+        dequant_parts<kRows, typename How::Stream>(a, runs(), c, batches, parts, kStaged && c == 0);
+      },
       [&](int row, int c, float sum) { runs().template finish<!Slices::kScaledHere>(row, c, sum); });
 }
 
-// All kRows rows of a with the columns of each share. The shares use the same encoding.
+template <int64_t kRows, class A, class First>
+inline constexpr bool kDequantsInRuns =
+    kIsHalf<A>&& kDequantsByTensor<First::kProduct, First::q>&& kRows <= kTensorRows;
+
+// Begins to copy the scales of the columns that dequant_products<kRows, true>() multiplies first, whose rows a head of
+// the task makes meanwhile. The head leaves workspace() alone.
 template <int64_t kRows, class AAt, class First, class... Rest>
+ARK_LOOP void stage_scales(AAt, const First& first, const Rest&... rest) {
+  if constexpr (kDequantsInRuns<kRows, typename Pointee<AAt>::Type, First> && kRows <= kStagedRows) {
+    using How = DequantRuns<kRows, First, Rest...>;
+    using Slices = typename How::Slices;
+    if constexpr (How::kMost > 0 && How::Stream::kSyncs) {
+      const typename How::Runs runs(0, first, rest...);
+      const int width = (least(runs.total, How::kMost) + Slices::kTogether - 1) / Slices::kTogether * Slices::kTogether;
+      How::Stream::stage(runs, 0, Parts(Slices::split.slices, width).at(kRows, 0, 0), width);
+    }
+  }
+}
+
+// All kRows rows of a with the columns of each share. The shares use the same encoding. kStaged: after stage_scales().
+template <int64_t kRows, bool kStaged = false, class AAt, class First, class... Rest>
 ARK_LOOP void dequant_products(AAt a, const First& first, const Rest&... rest) {
   using A = typename Pointee<AAt>::Type;
-  constexpr bool kTensor = kIsHalf<A> && kDequantsByTensor<First::kProduct, First::q>;
   static_assert((kSame<typename First::Element, typename Rest::Element> && ...));
-  if constexpr (kTensor && kRows <= kTensorRows) {
-    dequant_runs<kRows>(a, first, rest...);
+  if constexpr (kDequantsInRuns<kRows, A, First>) {
+    dequant_runs<kRows, kStaged>(a, first, rest...);
   } else {
     ARK_ROLLED for (int r = 0; r < kRows; r += kTensorRows) {
       constexpr int kMost = least<int64_t>(kRows, kTensorRows);

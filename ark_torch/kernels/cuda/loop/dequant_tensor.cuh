@@ -111,9 +111,9 @@ class CodeLoads : protected CodeSlices<Columns> {
   const B* from_;
 };
 
-// As tensor_parts of matvec_tensor.cuh. `Stream`: CodeLoads with scales.
+// As tensor_parts of matvec_tensor.cuh. `Stream`: CodeLoads with scales. `there`: those are staged.
 template <int Rows, class Stream, class AAt, class Columns>
-ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int c, int batches, Parts parts) {
+ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int c, int batches, Parts parts, bool there) {
   using Slices = CodeSlices<Columns>;
   constexpr Product s = Slices::s;
   constexpr Codes q = Slices::q;
@@ -132,7 +132,7 @@ ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int c, int batches, P
   if (!Stream::kSyncs && idle) return;
   const uint32 power = Words::joined();
 
-  Stream stream(columns, c, idle ? 0 : batches, parts.at(Rows, 0, 0), parts.width);
+  Stream stream(columns, c, idle ? 0 : batches, parts.at(Rows, 0, 0), parts.width, there);
   // Eight elements each of a's rows line and line + 8; with 4 bits, word i of a chunk of codes meets chunk i.
   Chunk x[4][kBlocks], ahead[4][kBlocks];
   auto load_rows = [&](int pass) {
@@ -148,7 +148,7 @@ ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int c, int batches, P
   };
   load_rows(0);
   if constexpr (Stream::kSyncs) {
-    stream.wait();
+    if (!there) stream.wait();
     if (idle) return;
   }
   ARK_ROLLED for (int pass = 0; pass < split.passes; ++pass) {

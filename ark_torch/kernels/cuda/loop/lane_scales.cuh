@@ -15,7 +15,7 @@ class LaneScales : public CodeLoads<Columns> {
   static constexpr bool kRaises = false;
   static constexpr bool kSyncs = false;
 
-  ARK_LOOP LaneScales(const Columns& columns, int c, int batches, float*, int) : Base(columns, c, batches) {
+  ARK_LOOP LaneScales(const Columns& columns, int c, int batches, float*, int, bool) : Base(columns, c, batches) {
     this->load_first();
     load_scales();
   }

@@ -29,7 +29,7 @@ struct Staging {
   // Where those start in memory from `to` on, so that 4 bytes there hold what 4 bytes at `from` do.
   template <class From>
   static ARK_LOOP Element* begin(char* to, From from) {
-    return reinterpret_cast<Element*>(to + (kByGroup ? misplaced(from) : 0));
+    return reinterpret_cast<Element*>(to + misplaced(from));
   }
 
   // Begins to copy those of columns [c, c + count). Called by all threads. `from`: their address by group and column.
@@ -105,25 +105,23 @@ class StagedScales : public CodeLoads<Columns> {
   static constexpr bool kRaises = true;
   static constexpr bool kSyncs = Slices::kScaledHere;  // all threads wait() for scales
 
-  // `staged`: where those of `width` columns go.
-  ARK_LOOP StagedScales(const Columns& columns, int c, int batches, float* staged, int width)
-      : Base(columns, c, batches) {
+  // Begins to copy those of `width` columns from c on to `staged`. Called by all threads.
+  static ARK_LOOP void stage(const Columns& columns, int c, float* staged, int width) {
+    if constexpr (Slices::kScales)
+      Scales::template copy<kMost>(scales(columns, c, staged), columns, c, width,
+                                   [&](int g, int column) { return columns.scale_at(g, column); });
+    if constexpr (Slices::kZeros)
+      Zeros::template copy<kMost>(zeros(columns, c, staged), columns, c, width,
+                                  [&](int g, int column) { return columns.zero_at(g, column); });
+    end_copies();
+  }
+
+  // `there`: the scales have been staged.
+  ARK_LOOP StagedScales(const Columns& columns, int c, int batches, float* staged, int width, bool there)
+      : Base(columns, c, batches), scales_(scales(columns, c, staged)), zeros_(zeros(columns, c, staged)) {
     if (batches == 0) this->left_ = 0;
     this->load_first();
-    if constexpr (kSyncs) {
-      char* const to = reinterpret_cast<char*>(staged);
-      if constexpr (Slices::kScales) {
-        scales_ = Scales::begin(to, columns.scale_at(0, c));
-        Scales::template copy<kMost>(scales_, columns, c, width,
-                                     [&](int g, int column) { return columns.scale_at(g, column); });
-      }
-      if constexpr (Slices::kZeros) {
-        zeros_ = Zeros::begin(to + kMost * Scales::kBytes + (Scales::kByGroup ? 16 : 0), columns.zero_at(0, c));
-        Zeros::template copy<kMost>(zeros_, columns, c, width,
-                                    [&](int g, int column) { return columns.zero_at(g, column); });
-      }
-      end_copies();
-    }
+    if (kSyncs && !there) stage(columns, c, staged, width);
   }
   ARK_LOOP void wait() const {
     wait_copies<0>();
@@ -157,8 +155,23 @@ class StagedScales : public CodeLoads<Columns> {
   }
 
  private:
-  typename Scales::Element* scales_;
-  typename Zeros::Element* zeros_;
+  static ARK_LOOP auto* scales(const Columns& columns, int c, float* staged) {
+    char* const to = reinterpret_cast<char*>(staged);
+    if constexpr (Scales::kByGroup)
+      return Scales::begin(to, columns.scale_at(0, c));
+    else
+      return reinterpret_cast<typename Scales::Element*>(to);
+  }
+  static ARK_LOOP auto* zeros(const Columns& columns, int c, float* staged) {
+    char* const to = reinterpret_cast<char*>(staged) + kMost * Scales::kBytes + (Scales::kByGroup ? 16 : 0);
+    if constexpr (Zeros::kByGroup)
+      return Zeros::begin(to, columns.zero_at(0, c));
+    else
+      return reinterpret_cast<typename Zeros::Element*>(to);
+  }
+
+  typename Scales::Element* const scales_;
+  typename Zeros::Element* const zeros_;
   int scale_at_, zero_at_;  // of the next batch
 };
 

@@ -67,14 +67,22 @@ size_t StageFunctions::unit_of(const Task& task) const {
 // Writes the first half, which computes all of its stage, and the barrier after it.
 void StageFunctions::write_head(FunctionWriter& writer, const Unit& unit) {
   const Stage& head = plan_.stages[static_cast<size_t>(unit.head)];
+  const Stage& rest = plan_.stages[static_cast<size_t>(unit.stage)];
   for (const int buffer : kept_in(plan_, unit.stage, loop::kKeptBytes)) writer.keep(buffer);
+  // Programs of rows leave the workspace alone.
+  if (code_ == Code::cuda && std::holds_alternative<RowProgram>(head.body) && stages_scales(writer, matmuls_of(rest))) {
+    writer.open("");
+    writer.turn_to(rest);
+    stage_scales(writer, matmuls_of(rest));
+    writer.close();
+  }
   writer.open("");
   writer.turn_to(head);
   writer.line("[[maybe_unused]] constexpr int64_t begin = 0, end = {};", head.extent);
   write(writer, head);
   writer.close();
   writer.line("sync();");
-  writer.turn_to(plan_.stages[static_cast<size_t>(unit.stage)]);
+  writer.turn_to(rest);
 }
 
 // Writes an attention with the programs that make its queries and the new position (kv_append.hpp). The programs run

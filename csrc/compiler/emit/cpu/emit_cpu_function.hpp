@@ -55,6 +55,9 @@ class FunctionWriter {
   // text uses it, is true.
   void multiply_by_groups() { by_groups_ = true; }
   bool by_groups() const { return by_groups_; }
+  // A task's first half has begun to copy what the products of its second read (stage_scales()).
+  void have_scales_staged() { scales_staged_ = true; }
+  bool scales_staged() const { return scales_staged_; }
   // The buffer's values are not operands: they stay in the block's kept_bytes() from a task's first half to its second
   // (prologue_fusion.hpp). With several `parts`, of equal size, only part `begin` stays there: the text handles one
   // after the other (kv_append.hpp).
@@ -140,7 +143,7 @@ class FunctionWriter {
   int first_thread_ = 0;
   int64_t parts_ = 1;
   int64_t scratch_ = 0;
-  bool by_groups_ = false;
+  bool by_groups_ = false, scales_staged_ = false;
 };
 
 // "float", "bf16", ...: the element type in cpu/types.hpp.
@@ -158,6 +161,10 @@ std::string product_shape(FunctionWriter& to, const MatmulStage& matmul);
 void emit_dequant_matmul(FunctionWriter& to, const MatmulStage& matmul);
 // One of several such products, as an argument of dequant_products().
 std::string dequant_share(FunctionWriter& to, const MatmulStage& matmul, size_t number);
+// Copies scales of coded weights to shared memory while the task's first half makes the products' rows: if they are
+// needed before the sums are complete, and a column's are adjacent (others would cost more time than they save).
+bool stages_scales(const FunctionWriter& to, std::span<const MatmulStage> products);
+void stage_scales(FunctionWriter& to, std::span<const MatmulStage> products);
 void emit(FunctionWriter& to, const ProductsStage& stage);
 // `make`: writes the code that makes the queries and the appended position for one KV head, tile [begin, end).
 void emit(FunctionWriter& to, const AttentionStage& attention, const std::function<void()>& make = {});

@@ -1,5 +1,6 @@
 // Several products that share their rows, as one call of cuda/loop/products.cuh. Strides, encodings and cache policies
 // are constants of the call.
+#include <span>
 #include <string>
 
 #include "compiler/emit/cpu/emit_cpu_loops.hpp"
@@ -11,8 +12,8 @@ void emit(FunctionWriter& to, const ProductsStage& stage) {
   const MatmulStage& first = stage.products.at(0);
   if (first.codes.bits != 0) {
     const bool tiles = first.tile_columns > 0;
-    const std::string sizes =
-        tiles ? formatted("{}, {}, {}", first.m, first.tile_rows, first.tile_columns) : formatted("{}", first.m);
+    const std::string sizes = tiles ? formatted("{}, {}, {}", first.m, first.tile_rows, first.tile_columns)
+                                    : formatted("{}{}", first.m, to.scales_staged() ? ", true" : "");
     std::string call =
         formatted("dequant_{}<{}>({}", tiles ? "tiles" : "products", sizes, to.pointer_later(first.a, false));
     for (size_t i = 0; i < stage.products.size(); ++i)
@@ -33,6 +34,21 @@ void emit(FunctionWriter& to, const ProductsStage& stage) {
            to.tile_end(product.n));
   }
   to.line(call + ");");
+}
+
+bool stages_scales(const FunctionWriter& to, std::span<const MatmulStage> products) {
+  if (products.empty() || products[0].tile_columns > 0) return false;
+  const auto& codes = products[0].codes;
+  const auto by_column = [&](int value) { return value < 0 || stride_from_end(to.value(value), 2) == 1; };
+  return codes.bits != 0 && (codes.zero >= 0 || (codes.scale >= 0 && codes.group < products[0].k)) &&
+         by_column(codes.scale) && by_column(codes.zero);
+}
+
+void stage_scales(FunctionWriter& to, std::span<const MatmulStage> products) {
+  std::string call = formatted("stage_scales<{}>({}", products[0].m, to.pointer_later(products[0].a, false));
+  for (size_t i = 0; i < products.size(); ++i) append(call, ",\n           {}", dequant_share(to, products[i], i));
+  to.line(call + ");");
+  to.have_scales_staged();
 }
 
 }  // namespace ark::compiler
