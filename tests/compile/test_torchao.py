@@ -6,6 +6,7 @@ test_low_bits.py has more forms of decoding, without torchao.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -122,3 +123,5 @@ def test_int4_in_tiles_as_made_on_a_gpu(depth: int, compiled: Any) -> None:
         right = F.silu(x.double() @ ((codes[:, :depth].t() - 8) * scale + zero))
         assert error(ours(x), right) <= 2**-7 * float(right.abs().max())
     assert report.graphs[0].weights == ["product of int4 weights, scale a group of 128, and a zero"]
+    names = [stage["name"] for stage in json.loads(report.regions[0].region.json())["stages"]]
+    assert ("fill" in names) == (depth != padded), "padding by nothing takes no copy"
