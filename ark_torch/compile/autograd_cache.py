@@ -14,6 +14,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -94,12 +95,36 @@ def opened(title: str, options: Options, threads: int, example_inputs: Sequence[
         patch: Any = compiler_config
         patches = config.patch(bundled_autograd_cache=True), patch.patch(cache_key_tag=tag)
         serializable(lambda graph, inputs: None)
+        key = _light_key()
     except (ImportError, AttributeError, OSError, RuntimeError, ValueError) as error:
         log.debug("AOTAutograd's cache is not used: %s", error)
         yield None
         return
-    with ahead.loading(title) as found, patches[0], patches[1]:
+    with ahead.loading(title) as found, patches[0], patches[1], key:
         yield found
+
+
+def _light_key() -> Any:
+    """For the key, PyTorch imports all of Inductor's code generators (a second), to ask them for passes that users have
+    registered. Graphs that are kept take none of Inductor's code, so their key leaves these out."""
+    from torch._functorch._aot_autograd import autograd_cache
+    from torch._inductor import codecache
+
+    make = autograd_cache.autograd_cache_key
+    none = {
+        "init_backend_registration": lambda: None,
+        "custom_backend_passes": {},
+        "custom_backend_codegen_configs": {},
+    }
+    if not all(hasattr(codecache, name) for name in none):
+        return contextlib.nullcontext()
+
+    @functools.wraps(make)
+    def key(*arguments: Any, **named: Any) -> Any:
+        with mock.patch.multiple(codecache, **none):
+            return make(*arguments, **named)
+
+    return mock.patch.object(autograd_cache, "autograd_cache_key", key)
 
 
 def serializable(compiler: Callable[..., Any]) -> Any:

@@ -211,7 +211,7 @@ class Lowering:
         return cast(Strided, self._operands[node])
 
     def unpacked(self, node: Node, view: Strided) -> Strided:
-        """A weight, or its scales, given to the graph in an order of its own: the input that tinygemm.py makes of it."""
+        """A weight, or its scales, given to the graph in an order of its own, as the input that tinygemm.py makes."""
         if node not in self.unpacks:
             if node in self.mutated:
                 raise Unsupported("a packed weight that the graph writes")

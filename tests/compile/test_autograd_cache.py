@@ -324,6 +324,7 @@ model = models.Llama(models.Config(64, 2, 4, 2, 128, 96, 32)).eval()
 step = torch.compile(model, backend="ark", options={"choose": "ark"})
 with torch.no_grad():
     got = [step(torch.tensor([[i]]), torch.tensor([i])) for i in range(3)]
+    assert sys.argv[1] == "0" or "torch._inductor.codegen.triton" not in sys.modules
     for cache in model.caches():
         cache.zero_()
     wanted = [model(torch.tensor([[i]]), torch.tensor([i])) for i in range(3)]
@@ -334,7 +335,8 @@ print(dict(counters["aot_autograd"]), len(made), sorted(info.artifacts))
 
 
 def test_processes(tmp_path: Path) -> None:
-    """The second process takes the first one's, and its save_cache_artifacts() has the region all the same."""
+    """The second process takes the first one's, without Inductor's code generators. Its save_cache_artifacts() has the
+    region all the same."""
     for seed in ("0", "1"):
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, seed],
