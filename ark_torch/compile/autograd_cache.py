@@ -111,7 +111,7 @@ def _light_key() -> Any:
     from torch._inductor import codecache
 
     make = autograd_cache.autograd_cache_key
-    none = {
+    none: dict[str, Any] = {
         "init_backend_registration": lambda: None,
         "custom_backend_passes": {},
         "custom_backend_codegen_configs": {},
