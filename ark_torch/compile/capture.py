@@ -314,7 +314,9 @@ def cut(graph_module: GraphModule, options: Options, report: GraphReport, launch
             log.info("%s: %s", title_of(graph_module), line)
     check_static(graph_module)
     report.in_place = in_place.restore(graph_module)
-    report.weights = low_bits.mark(graph_module.graph, forced=options.choose == "ark" or not options.fallback)
+    report.weights = low_bits.mark(
+        graph_module.graph, static_inputs(graph_module), forced=options.choose == "ark" or not options.fallback
+    )
     for line in report.weights:
         log.info("%s: %s", title_of(graph_module), line)
     needed = analysis.dependencies(graph_module)

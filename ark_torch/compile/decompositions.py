@@ -32,8 +32,7 @@ _KEPT: dict[Any, Any] = {
     aten.index_select.default: aten.index.Tensor,
 }
 _ADDING = frozenset({aten.index_add.default, aten.index_add_.default})
-# The dimension of an operand that is 1 for one row, or for one column.
-_PRODUCTS: dict[Any, int] = {aten.mm.default: 0, aten.bmm.default: 1}
+_PRODUCTS = frozenset({aten.mm.default, aten.bmm.default})
 
 
 def table() -> dict[Any, Callable[..., Any]]:
@@ -50,22 +49,25 @@ def table() -> dict[Any, Callable[..., Any]]:
             made[operator] = _with_lowerings(decomposition)
     for operator in _PRODUCTS:
         if (decomposition := made.get(operator)) is not None:
-            made[operator] = _without_tuning(decomposition)
+            made[operator] = _unless_one_line(decomposition)
     return made
 
 
-def _without_tuning(decomposition: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*arguments: Any, **named: Any) -> Any:
-        with _tuning(False):
-            return decomposition(*arguments, **named)
+def _unless_one_line(decomposition: Callable[..., Any]) -> Callable[..., Any]:
+    def maybe(a: Any, b: Any, *rest: Any, **named: Any) -> Any:
+        if _adds_up(a, b) and a.shape[-1] != 1:
+            return NotImplemented
+        return decomposition(a, b, *rest, **named)
 
-    return run
+    return maybe
 
 
-def _tuning(by_coordinate_descent: bool) -> Any:
+def _adds_up(a: Any, b: Any) -> bool:
+    """Whether Inductor makes a sum of the product of these."""
     from torch._inductor import config
 
-    return config.patch(coordinate_descent_tuning=by_coordinate_descent)
+    one = any(type(n) is int and n == 1 for n in (a.shape[-2], b.shape[-1]))
+    return one and config.coordinate_descent_tuning and a.device.type not in ("cpu", "mps")
 
 
 def _with_lowerings(decomposition: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,10 +105,8 @@ def _unless_simple(decomposition: Callable[..., Any]) -> Callable[..., Any]:
 
 def for_inductor(graph: Graph) -> None:
     """Decomposes the operators that were kept."""
-    from torch._inductor import config
-
     for node in list(graph.nodes):
-        if node.target in _PRODUCTS and config.coordinate_descent_tuning:
+        if node.target in _PRODUCTS:
             _add_up(graph, node)
         if node.target in _KEPT:
             base, dim, index, *source = node.args
@@ -125,10 +125,9 @@ def for_inductor(graph: Graph) -> None:
 
 def _add_up(graph: Graph, product: Node) -> None:
     """Does what Inductor does to a product of one row or one column on a GPU: half types are added up in float32."""
-    a, b, lead = *product.args, _PRODUCTS[product.target]
+    a, b = product.args
     assert isinstance(a, Node) and isinstance(b, Node)
-    value = product.meta["val"]
-    if value.device.type in ("cpu", "mps") or not any(type(n) is int and n == 1 for n in value.shape[lead:]):
+    if "val" not in a.meta or "val" not in b.meta or not _adds_up(a.meta["val"], b.meta["val"]):
         return
 
     def add(operator: Any, *arguments: Any) -> Node:
@@ -136,13 +135,14 @@ def _add_up(graph: Graph, product: Node) -> None:
         node.meta["val"] = operator(*[one.meta["val"] if isinstance(one, Node) else one for one in arguments])
         return node
 
-    computed = torch.float32 if value.dtype in (torch.float16, torch.bfloat16) else value.dtype
+    dtype, depth = a.meta["val"].dtype, a.meta["val"].dim() - 1
+    computed = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     with graph.inserting_before(product):
-        if computed != value.dtype:
+        if computed != dtype:
             a, b = (add(prims.convert_element_type.default, one, computed) for one in (a, b))
-        a, b = add(aten.unsqueeze.default, a, lead + 2), add(aten.unsqueeze.default, b, lead)
-        total = add(aten.sum.dim_IntList, add(aten.mul.Tensor, a, b), [lead + 1])
-        if computed != value.dtype:
-            total = add(prims.convert_element_type.default, total, value.dtype)
+        a, b = add(aten.unsqueeze.default, a, depth + 1), add(aten.unsqueeze.default, b, depth - 1)
+        total = add(aten.sum.dim_IntList, add(aten.mul.Tensor, a, b), [depth])
+        if computed != dtype:
+            total = add(prims.convert_element_type.default, total, dtype)
     product.replace_all_uses_with(total)
     graph.erase_node(product)

@@ -11,6 +11,7 @@ float8 rows, whose conversion becomes free as well).
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -74,18 +75,20 @@ def multiplies_float8(weight: Weight, rows: int) -> bool:
     return rows > MOST_ROWS and depth % LINE == 0 and weight.groups == 1 and weight.decoded.codes.made is None
 
 
-def mark(graph: Graph, forced: bool = False) -> list[str]:
+def mark(graph: Graph, static: Iterable[Node], forced: bool = False) -> list[str]:
     """Marks products and the operators that decode their weights. Returns how many there are of each form, and why
-    others are not fused. `forced`: ark runs all that it can, also what was not measured to be faster."""
+    others are not fused. `static`: inputs that are the same tensors in each call. `forced`: ark runs all that it can,
+    also what was not measured to be faster."""
     told: Counter[str] = Counter()
     found: dict[Node, Weight] = {}
     coded: dict[Node, bool] = {}
     written = {root for node in graph.nodes for root in analysis.written_roots(node)}
+    fixed = frozenset(static) - written
     scaled_products.share_rows(graph, written)
     for product in graph.nodes:
         try:
             if product.target in _OWN:
-                weight = _OWN[product.target](product)
+                weight = _OWN[product.target](product, fixed)
                 _check_rows(product, weight, forced)
                 product.meta[_WEIGHT] = weight
                 told[f"product of {weight_of(product)}"] += 1
@@ -171,7 +174,7 @@ def _scaled(product: Node, written: set[Node], forced: bool) -> Weight:
     return weight
 
 
-def of_bytes(product: Node) -> Weight:
+def of_bytes(product: Node, _fixed: Collection[Node]) -> Weight:
     """The weight of PyTorch's own operator for int8 in plain order, with a scale a channel."""
     _rows_of(product)
     codes, scale = (leaf_of(one) for one in product.args[1:])
@@ -181,8 +184,8 @@ def of_bytes(product: Node) -> Weight:
     return _as_matrix(scaled_by(Decoded(dims[::-1], codes), scale))
 
 
-def in_tiles(product: Node) -> Weight:
-    """The weight of PyTorch's own operator for int4 on GPUs."""
+def in_tiles(product: Node, fixed: Collection[Node]) -> Weight:
+    """The weight of PyTorch's own operator for int4 on GPUs. Scales are read by column if they are `fixed`."""
     _rows_of(product)
     _, codes, group, scales = product.args
     value = tensor_of(codes) if isinstance(codes, Node) else None
@@ -197,7 +200,7 @@ def in_tiles(product: Node) -> Weight:
         raise NotTaken(f"its groups of {group} are not of a multiple of {GROUPS}")
     if scale.view.shape != (depth // group, columns, 2):
         raise NotTaken(f"its scales are of shape {list(scale.view.shape)}")
-    if analysis.is_source(scales):  # type: ignore[arg-type]
+    if scales in fixed:
         made = scale.view._replace(
             shape=(2, columns, depth // group), strides=(depth // group * columns, depth // group, 1)
         )
@@ -207,8 +210,8 @@ def in_tiles(product: Node) -> Weight:
         of_group, of_column, of_kind = scale.view.strides
     zero = replace(scale, view=scale.view._replace(offset=scale.view.offset + of_kind))
     assert isinstance(codes, Node)
-    packed = Strided(0, torch.uint8, (columns, depth // 2), (depth // 2, 1), 0)
-    rows = Leaf(codes, packed, packed)
+    unpacked = Strided(0, torch.uint8, (columns, depth // 2), (depth // 2, 1), 0)
+    rows = Leaf(codes, unpacked, unpacked)
     dims = ((Factor(depth, 1),), (Factor(columns, depth),))
     decoded = Decoded(dims, rows, 4, offset=8, scale=scale, zero=zero, zero_after=True)
     view = rows.view._replace(shape=(depth // 2, columns), strides=(1, depth // 2))
@@ -216,7 +219,7 @@ def in_tiles(product: Node) -> Weight:
     return Weight(view, decoded, group, depth // group, strides, strides)
 
 
-def packed(product: Node) -> Weight:
+def packed(product: Node, _fixed: Collection[Node]) -> Weight:
     """The weight of PyTorch's own operator for CPUs, which torchao calls. Its packing depends on the instruction set:
     64 or 32 columns side by side with vectors."""
     _, codes, group, scales = product.args

@@ -2,8 +2,9 @@
 
 Codes are packed for that kernel's tensor core tiles: [n / 8, k / (16 t), 32 lanes, t / 2] words of eight codes, where t
 is inner_k_tiles. Loop kernels read rows of codes, and copy the groups' scales of a column at once. So a region takes
-codes unpacked and scales by column: the first call makes them, and later calls take what the first one made, as long as
-they are the same tensors with the same contents. It is a second copy of the weight, of the same size.
+codes unpacked, and the scales of a model by column: the first call makes them, and later calls take what the first one
+made, as long as the storage is the same and no operator has written it (a write to `tensor.data` is not seen). It is a
+second copy of the weight, of the same size.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
@@ -49,16 +51,17 @@ class _Unpacked:
 
     def __init__(self) -> None:
         self._of: tuple[int, int] | None = None
+        self._storage: Any = None  # weakly: a new one may lie at the same address
         self._rows: Tensor | None = None
 
     def rows(self, packed: Tensor) -> Tensor:
         now = (packed.data_ptr(), 0 if packed.is_inference() else packed._version)
-        if self._rows is not None and self._of == now:
+        if self._rows is not None and self._of == now and not self._storage.expired():
             return self._rows
         rows = unpack(packed) if packed.dim() == 4 else by_column(packed)
         # What a CUDA graph captures exists only when it is replayed.
         if not (packed.is_cuda and torch.cuda.is_current_stream_capturing()):
-            self._of, self._rows = now, rows
+            self._of, self._rows, self._storage = now, rows, StorageWeakRef(packed.untyped_storage())  # type: ignore[no-untyped-call]
         return rows
 
 

@@ -215,6 +215,19 @@ def test_scales_by_column_or_group(sources: Sources, compiled: Any, zeros: torch
     sources.check()
 
 
+@pytest.mark.parametrize("layout", ["columns", "groups"])
+def test_scales_are_staged_while_a_norm_makes_the_rows(sources: Sources, compiled: Any, layout: str) -> None:
+    """Those that lie by column."""
+    types = torch.bfloat16, torch.bfloat16
+    product = coded.laid_out(coded.coded("int4, zeros", 2112, 2048)[0], layout, *types)
+    model = torch.nn.Sequential(torch.nn.RMSNorm(2048, dtype=torch.bfloat16), product)
+    compiled(model, dynamic=False, fallback=False, minimum=1)[0](torch.randn(1, 2048, dtype=torch.bfloat16))
+    ahead = sources.arch == "sm_90a" and layout == "columns"
+    for text in ("stage_scales<1>(", "dequant_products<1, true>("):
+        assert (text in sources.found[0]) == ahead, text
+    sources.check()
+
+
 @pytest.mark.by_day("sm_90a-bfloat16")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
 def test_large_tiles(sources: Sources, compiled: Any, dtype: torch.dtype) -> None:

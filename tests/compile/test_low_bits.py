@@ -227,34 +227,53 @@ def test_codes_in_tiles_are_unpacked(inner: int) -> None:
     assert torch.equal(rows, (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8))
 
 
-@pytest.mark.parametrize("view", [False, True], ids=["scales", "view"])
-def test_what_pytorch_packs_for_gpus(view: bool, compiled: Any) -> None:
+class Tiles(nn.Module):
+    """Products of PyTorch's int4 tiles whose scales are the model's, or a view of those, or made outside it."""
+
+    def __init__(self, scales: Tensor, given: str) -> None:
+        super().__init__()
+        self.register_buffer("scales", scales)
+        self.given = given
+
+    def of(self, scales: Tensor) -> Tensor:
+        return {"the model's": self.scales, "a view": self.scales[:, 4:28], "made outside": scales}[self.given]
+
+    def forward(self, packed: Tensor, scales: Tensor, bias: Tensor, *rows: Tensor) -> list[Tensor]:
+        of = self.of(scales)
+        results = [F.relu(torch.ops.aten._weight_int4pack_mm(x, packed, 128, of) + bias) for x in rows]
+        if self.given == "made outside":
+            scales.mul_(2)
+        return results
+
+
+@pytest.mark.parametrize("given", ["the model's", "a view", "made outside"])
+def test_what_pytorch_packs_for_gpus(given: str, compiled: Any) -> None:
     """PyTorch computes it on GPUs only (tests/gpu/test_compile_scaled.py compares with it): here against float64. The
-    weight is unpacked once, and again when it was written or is another; so are scales, unless they are a view."""
+    weight is unpacked once, and again when it was written or is another, also one at the same address; so are the
+    model's scales. Others are read as they are, and may be written."""
     codes = torch.randint(0, 16, (24, 256))
     packed = in_tiles(codes, 8)
     wide, bias = torch.rand(2, 32, 2).bfloat16(), torch.randn(24).bfloat16()
-    scales = wide if view else wide[:, 4:28].contiguous()
-
-    def call(packed: Tensor, *rows: Tensor) -> list[Tensor]:
-        of = scales[:, 4:28] if view else scales
-        return [F.relu(torch.ops.aten._weight_int4pack_mm(x, packed, 128, of) + bias) for x in rows]
+    model = Tiles(wide if given == "a view" else wide[:, 4:28].contiguous(), given)
 
     def check(packed: Tensor, codes: Tensor) -> None:
-        of = scales[:, 4:28] if view else scales
-        scale, zero = (of[..., i].double().repeat_interleave(128, 0) for i in range(2))
-        for x, got in zip(rows, ours(packed, *rows), strict=True):
+        scales = torch.rand(2, 24, 2).bfloat16()
+        scale, zero = (model.of(scales)[..., i].double().repeat_interleave(128, 0) for i in range(2))
+        before = scales.clone()
+        for x, got in zip(rows, ours(packed, scales, bias, *rows), strict=True):
             right = F.relu(x.double() @ ((codes.t() - 8) * scale + zero) + bias.double())
             assert error(got, right) <= 2**-7 * float(right.abs().max())
+        assert torch.equal(scales, before * 2 if given == "made outside" else before)
 
     rows = [torch.randn(m, 256).bfloat16() for m in (1, 5)]
-    ours, report = compiled(call, fallback=False, minimum=1)
+    ours, report = compiled(model, fallback=False, minimum=1)
     check(packed, codes)
     check(packed, codes)
     other = torch.randint(0, 16, (24, 256))
     check(in_tiles(other, 8), other)
+    check(in_tiles(codes, 8), codes)
     packed.copy_(in_tiles(other, 8))
     check(packed, other)
-    scales.mul_(1.5)
+    model.scales.mul_(1.5)
     check(packed, other)
     assert report.graphs[0].weights == ["2 times: product of int4 weights, scale a group of 128, and a zero"]

@@ -146,7 +146,8 @@ def test_products_stay_whole_where_inductor_adds_up(form: str | None) -> None:
 def test_a_quantized_llama_is_one_kernel(form: str) -> None:
     torch.manual_seed(0)
     torch._dynamo.reset()
-    model = models.Llama(models.Config(1024, 2, 16, 4, 2816, 512, 64), 1, torch.bfloat16).eval().to(DEVICE)
+    # With this vocabulary the last product has more columns a block than are staged at once.
+    model = models.Llama(models.Config(1024, 2, 16, 4, 2816, 100000, 64), 1, torch.bfloat16).eval().to(DEVICE)
     quantize(model, form)
     exact, eager = copy.deepcopy(model).double(), copy.deepcopy(model)
     with torch.no_grad():

@@ -22,8 +22,12 @@ int64_t staged_bytes(const Graph& graph, const MatmulStage& product) {
   const bool staged = codes.group == product.k ? codes.zero >= 0 : codes.group % 128 == 0;
   if (codes.bits == 0 || product.m > kStagedRows || size_of(value(product.a).type) != 2 || !staged) return 0;
   int64_t bytes = 0;
-  for (const int of : {codes.scale, codes.zero})
-    if (of >= 0) bytes += product.k / codes.group * size_of(value(of).type);
+  for (const int of : {codes.scale, codes.zero}) {
+    if (of < 0) continue;
+    const std::vector<int64_t>& strides = value(of).strides;
+    const bool in_turns = strides.size() > 1 && strides.back() == 2 && strides[strides.size() - 2] != 1;
+    bytes += product.k / codes.group * size_of(value(of).type) * (in_turns ? 2 : 1);
+  }
   return bytes;
 }
 

@@ -79,7 +79,10 @@ void check_loads_of_task(const Plan& plan, int worker, int index, const std::vec
   for (const LoadRun& run : runs) check_load_run(plan, worker, run);
   for (const Access& access : stage.accesses) {
     if (!loaded_ahead(plan.graph, stage, access)) continue;
+    const Box read = box_of(plan.graph, stage, access, task.begin, task.end);
     const Box box = loaded_box(plan.graph, stage, task, access.value);
+    if (!read.empty() && (read.offset < box.offset || read.end() > box.end()))
+      plan_error("{} reads more of parameter value {} than is loaded", describe(plan, index), access.value);
     const int buffer = plan.graph.values()[access.value].buffer;
     const bool there = std::any_of(runs.begin(), runs.end(), [&](const LoadRun& run) {
       if (run.value == access.value) return true;

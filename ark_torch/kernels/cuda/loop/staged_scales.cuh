@@ -26,10 +26,10 @@ struct Staging {
   static ARK_LOOP int at(int group, int column) {
     return column * kColumn + group * (kByGroup ? kPitch * kColumn : 1);
   }
-  // Where those start in memory from `to` on, so that 4 bytes there hold what 4 bytes at `from` do.
+  // Where those start in memory from `to` on. If a column has 4 bytes, they hold what 4 bytes at `from` do.
   template <class From>
   static ARK_LOOP Element* begin(char* to, From from) {
-    return reinterpret_cast<Element*>(to + misplaced(from));
+    return reinterpret_cast<Element*>(to + (kSize * kColumn >= 4 ? misplaced(from) : 0));
   }
 
   // Begins to copy those of columns [c, c + count). Called by all threads. `from`: their address by group and column.

@@ -70,7 +70,8 @@ void StageFunctions::write_head(FunctionWriter& writer, const Unit& unit) {
   const Stage& rest = plan_.stages[static_cast<size_t>(unit.stage)];
   for (const int buffer : kept_in(plan_, unit.stage, loop::kKeptBytes)) writer.keep(buffer);
   // Programs of rows leave the workspace alone.
-  if (code_ == Code::cuda && std::holds_alternative<RowProgram>(head.body) && stages_scales(writer, matmuls_of(rest))) {
+  if (code_ == Code::cuda && std::holds_alternative<RowProgram>(head.body) &&
+      may_stage_scales(writer, matmuls_of(rest))) {
     writer.open("");
     writer.turn_to(rest);
     stage_scales(writer, matmuls_of(rest));

@@ -161,9 +161,10 @@ std::string product_shape(FunctionWriter& to, const MatmulStage& matmul);
 void emit_dequant_matmul(FunctionWriter& to, const MatmulStage& matmul);
 // One of several such products, as an argument of dequant_products().
 std::string dequant_share(FunctionWriter& to, const MatmulStage& matmul, size_t number);
-// Copies scales of coded weights to shared memory while the task's first half makes the products' rows: if they are
-// needed before the sums are complete, and a column's are adjacent (others would cost more time than they save).
-bool stages_scales(const FunctionWriter& to, std::span<const MatmulStage> products);
+// Whether stage_scales() pays: the products have scales before their sums are complete, and those of a column are
+// adjacent (others cost more time than they save). They are inputs, which the task's first half does not write.
+bool may_stage_scales(const FunctionWriter& to, std::span<const MatmulStage> products);
+// Copies scales of coded weights to shared memory while the task's first half makes the products' rows.
 void stage_scales(FunctionWriter& to, std::span<const MatmulStage> products);
 void emit(FunctionWriter& to, const ProductsStage& stage);
 // `make`: writes the code that makes the queries and the appended position for one KV head, tile [begin, end).

@@ -36,10 +36,14 @@ void emit(FunctionWriter& to, const ProductsStage& stage) {
   to.line(call + ");");
 }
 
-bool stages_scales(const FunctionWriter& to, std::span<const MatmulStage> products) {
+bool may_stage_scales(const FunctionWriter& to, std::span<const MatmulStage> products) {
   if (products.empty() || products[0].tile_columns > 0) return false;
   const auto& codes = products[0].codes;
-  const auto by_column = [&](int value) { return value < 0 || stride_from_end(to.value(value), 2) == 1; };
+  const auto by_column = [&](int value) {
+    if (value < 0) return true;
+    const Buffer& buffer = to.graph().buffer_of(value);
+    return stride_from_end(to.value(value), 2) == 1 && buffer.kind == Buffer::Kind::input && !buffer.mutated;
+  };
   return codes.bits != 0 && (codes.zero >= 0 || (codes.scale >= 0 && codes.group < products[0].k)) &&
          by_column(codes.scale) && by_column(codes.zero);
 }
