@@ -1,6 +1,6 @@
 """Products of quantised weights in every supported form of decoding.
 
-test_low_bits.py, test_cuda_sources.py and tests/gpu/test_compile_low_bits.py compile them. `decoded` is the exact value
+test_low_bits.py, test_cuda_coded.py and tests/gpu/test_compile_low_bits.py compile them. `decoded` is the exact value
 of torchao's weights, for test_torchao.py and benchmarks/low_bits.py.
 """
 

@@ -71,9 +71,9 @@ def test_layouts_of_scales(form: str, scales: torch.dtype, zeros: torch.dtype, l
     products that share their rows."""
     torch.manual_seed(0)
     torch._dynamo.reset()
-    sizes = [*SIZES, (515, 4096), (62, 4096), (131, 768)]
+    sizes = [(37, 256), (515, 4096), (131, 2176)]
     products = [laid_out(coded(form, *size)[0].to(DEVICE), layout, scales, zeros) for size in sizes]
-    given = {k: [torch.randn(m, k, device=DEVICE).bfloat16() for m in ROWS] for _, k in sizes}
+    given = {k: [torch.randn(m, k, device=DEVICE).bfloat16() for m in (1, 7, 16)] for _, k in sizes}
 
     def call(given: dict[int, list[Tensor]]) -> list[list[Tensor]]:
         return [[product(x) for x in given[k]] for product, (_, k) in zip(products, sizes, strict=True)]
