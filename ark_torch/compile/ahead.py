@@ -15,7 +15,7 @@ from typing import Any
 
 from torch._inductor.output_code import OutputCode
 
-from ark_torch.compile import saved
+from ark_torch.compile import saved, tinygemm
 from ark_torch.compile.program import Boxed, Program, link
 from ark_torch.compile.report import log
 from ark_torch.compile.saved import SavedRegion
@@ -66,7 +66,8 @@ class AheadOfTime(OutputCode):
             return
         opened = _opened.get()
         regions = [region.load() if opened is None else _taken(region, opened.title) for region in self.regions]
-        self.run = link(self.program, regions)
+        runs = [tinygemm.around(run, of.unpacked) for run, of in zip(regions, self.regions, strict=True)]
+        self.run = link(self.program, runs)
         if opened is not None:
             opened.found, self.regions = self, []  # PyTorch has another copy of what it may save again
 

@@ -153,15 +153,14 @@ class Builder:
             raise NotOneRegion(f"Inductor would run {name_of(rest.nodes[0])}{more}")
         if any(lowering.graph.groups for lowering in self._lowered.values()):
             raise NotOneRegion("it has collectives, whose groups another process does not have")
-        if any(lowering.unpacks for lowering in self._lowered.values()):
-            raise NotOneRegion("a weight in an order of PyTorch's is unpacked by the first call")
         while self.to_assemble():
             self.assemble_next()
         program = describe(self._module, self._steps, self._views, self._outputs)
         parts = []
         for number, lowering in self._lowered.items():
             told, name, options = said_to_planner(lowering, self._name(number), self._threads, self._options.cache)
-            parts.append(saved.of_region(told, name, options, self._regions[number]))
+            unpacked = tuple(position for position, _ in lowering.unpacks.values())
+            parts.append(saved.of_region(told, name, options, self._regions[number], unpacked))
         return AheadOfTime(program, parts, assemble(self._module, self._steps, self._views, self._outputs))
 
     def _name(self, number: int) -> str:
@@ -215,8 +214,7 @@ class Builder:
         if (launcher := self._launcher) is not None:
             told.reason = "all steps in one launch"
             run = functools.partial(launcher, region)
-        if lowering.unpacks:
-            run = tinygemm.around(run, [position for position, _ in lowering.unpacks.values()])
+        run = tinygemm.around(run, [position for position, _ in lowering.unpacks.values()])
         return Step(run, lowering.inputs, lowering.outputs)
 
     def _otherwise(self, lowering: Lowering, number: int) -> inductor_fallback.Boxed | None:

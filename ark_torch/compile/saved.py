@@ -52,6 +52,7 @@ class SavedRegion:
     checksum: (
         str  # of the kernel's binary, which would run with a lost bit; the plan must give the kernel's text anyway
     )
+    unpacked: tuple[int, ...]  # positions of arguments that tinygemm.py unpacks
 
     def check(self) -> None:
         """Raises CompileError if it does not run here."""
@@ -104,12 +105,14 @@ def instructions() -> frozenset[str]:
     return frozenset(flag for flag in flags.partition(":")[2].split() if flag.startswith(_CPU_FLAGS))
 
 
-def of_region(told: Told, name: str, options: dict[str, Any], region: Any) -> SavedRegion:
+def of_region(
+    told: Told, name: str, options: dict[str, Any], region: Any, unpacked: tuple[int, ...] = ()
+) -> SavedRegion:
     kept = {name: value for name, value in options.items() if name not in ("otherwise", "dump_passes", "saved")}
     machine = frozenset() if options["device"] >= 0 else instructions()
     kernel = region.saved()
     checksum = hashlib.sha256(kernel["binary"]).hexdigest()
-    return SavedRegion(told.calls, name, kept, kernel, version(), machine, checksum)
+    return SavedRegion(told.calls, name, kept, kernel, version(), machine, checksum, unpacked)
 
 
 # ---- PyTorch's portable caches ("mega-cache")

@@ -68,6 +68,8 @@ class _Unpacked:
 def around(run: Boxed, positions: Iterable[int]) -> Boxed:
     """Gives `run` the rows of the weights, and their scales by column, at these positions of its arguments."""
     weights = [(position, _Unpacked()) for position in positions]
+    if not weights:
+        return run
 
     def unpacked(inputs: list[Any]) -> Sequence[Any]:
         for position, weight in weights:

@@ -161,6 +161,24 @@ def in_tiles(codes: Tensor, inner: int) -> Tensor:
     return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
 
 
+class Tiles(nn.Module):
+    """A product, without negative results, with int4 weights in PyTorch's order for GPUs. `right` is in float64."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.codes = torch.randint(0, 16, (24, 256))
+        self.register_buffer("packed", in_tiles(self.codes, 8))
+        self.register_buffer("scales", torch.rand(2, 24, 2).bfloat16())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(torch.ops.aten._weight_int4pack_mm(x, self.packed, 128, self.scales))
+
+    def right(self, x: Tensor) -> Tensor:
+        scale, zero = (self.scales[..., i].double().repeat_interleave(128, 0) for i in range(2))
+        return F.relu(x.double() @ ((self.codes.t() - 8) * scale + zero))
+
+
 def decoded(weight: Any) -> Tensor:
     """Returns a weight of torchao [n, k] in float64, from its codes, scales and zeros."""
     if hasattr(weight, "scale_and_zero"):

@@ -14,6 +14,7 @@ from typing import Any
 import models
 import pytest
 import torch
+from coded import Tiles
 from torch import Tensor
 
 import ark_torch
@@ -168,6 +169,19 @@ assert torch.equal(ark_torch.load("llama.pt", case.llama())(ids=ids, pos=pos), t
     for name in ("sequential", "llama"):
         with pytest.raises(TypeError, match="was made of a module: give one of its kind"):
             ark_torch.load(tmp_path / f"{name}.pt")
+
+
+def test_tiles_are_unpacked_where_the_program_is_loaded(tmp_path: Path) -> None:
+    """PyTorch's int4 weights for GPUs, whose order a region does not read."""
+    x = torch.randn(2, 256).bfloat16()
+    ark_torch.export(Tiles(0), (x,), tmp_path / "tiles.pt", options={"minimum": 1})
+    for seed in (0, 1):
+        model = Tiles(seed)
+        loaded = ark_torch.load(tmp_path / "tiles.pt", model)
+        for factor in (1, 2):
+            model.scales.mul_(factor)
+            right = model.right(x)
+            assert float((loaded(x).double() - right).abs().max()) <= 2**-7 * float(right.max())
 
 
 def test_bad_exports_are_refused(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
+from coded import Tiles
 from support import start
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -90,6 +91,18 @@ def test_a_step_with_caches(regions: list[str], monkeypatch: pytest.MonkeyPatch)
             assert found() == (SAVED if number == 0 else HIT), options
             assert len(regions) == (1 if number == 0 else 0)
             regions.clear()
+
+
+def test_tiles_of_int4(regions: list[str]) -> None:
+    """Loaded programs unpack PyTorch's int4 tiles, as compiled ones do."""
+
+    x = torch.randn(2, 256).bfloat16()
+    for number, seed in enumerate((0, 0, 1)):
+        model = Tiles(seed)
+        right = model.right(x)
+        got = of(model, minimum=1)(x)
+        assert float((got.double() - right).abs().max()) <= 2**-7 * float(right.max())
+        assert found() == (SAVED if number == 0 else HIT)
 
 
 # A function, and whether another graph's entry could be mistaken for its own: each is compiled behind the others.
