@@ -58,7 +58,7 @@ ARK_LOOP Shared<kPointers>& shared() {
 }
 
 // Issues prefetches of later tasks' parameters. Called by all threads. With the bulk copy engine (compute capability
-// 9.0) one warp issues them, one run per lane, and continues. It takes multiples of 16 bytes: those that hold a run.
+// 9.0) one warp issues them and continues. It takes multiples of 16 bytes: those that hold a run.
 ARK_LOOP bool fetches(int self) {
 #if __CUDA_ARCH__ >= 900
   return self / 32 == kWarps / 4;
@@ -67,41 +67,48 @@ ARK_LOOP bool fetches(int self) {
 #endif
 }
 #if __CUDA_ARCH__ >= 900
-template <bool kHint>
-ARK_LOOP void prefetch_runs(int self, const char* from, const LoadEntry& load, uint64 policy = 0) {
-  ARK_ROLLED for (int row = self % 32; row < load.rows; row += 32) {
-    const char* const begin = from + row * load.stride;
-    const auto before = static_cast<uint32>(bits_as<int64_t>(begin) & 15);
-    const uint32 bytes = (before + static_cast<uint32>(load.bytes) + 15) & ~15u;
-    if constexpr (kHint)
-      asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(begin - before), "r"(bytes),
+template <bool kHinted>
+ARK_LOOP void prefetch_run(const char* from, const LoadEntry& load) {
+  const auto before = static_cast<uint32>(bits_as<int64_t>(from) & 15);
+  const uint32 bytes = (before + static_cast<uint32>(load.bytes) + 15) & ~15u;
+  if constexpr (kHinted) {
+    if (load.cache != static_cast<int>(Cache::normal)) {
+      const uint64 policy = load.cache == static_cast<int>(Cache::evict_last) ? cache_policy<Cache::evict_last>()
+                                                                              : cache_policy<Cache::evict_first>();
+      asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(from - before), "r"(bytes),
                    "l"(policy));
-    else
-      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(begin - before), "r"(bytes));
+      return;
+    }
   }
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from - before), "r"(bytes));
 }
 #endif
 template <bool kHinted>
 ARK_LOOP void fetch(int self, char* const* bases, const LoadEntry* loads, int count) {
+#if __CUDA_ARCH__ >= 900
+  // Address and size take longer to find than the engine takes to begin, so each load has its own lane. Loads of
+  // several runs follow, a lane for each run.
+  ARK_ROLLED for (int first = 0; first < count; first += 32) {
+    const int mine = first + self % 32;
+    const bool there = mine < count;
+    if (there && loads[mine].rows == 1) prefetch_run<kHinted>(address_of(bases, loads[mine].operand), loads[mine]);
+    ARK_ROLLED for (uint32 several = __ballot_sync(~0u, there && loads[mine].rows > 1); several != 0;
+                    several &= several - 1) {
+      const LoadEntry& load = loads[first + __ffs(static_cast<int>(several)) - 1];
+      const char* const from = address_of(bases, load.operand);
+      ARK_ROLLED for (int row = self % 32; row < load.rows; row += 32)
+          prefetch_run<kHinted>(from + row * load.stride, load);
+    }
+  }
+#else
   ARK_ROLLED for (int n = 0; n < count; ++n) {
     const LoadEntry& load = loads[n];
     const char* const from = address_of(bases, load.operand);
-#if __CUDA_ARCH__ >= 900
-    if constexpr (kHinted) {
-      if (load.cache != static_cast<int>(Cache::normal)) {
-        prefetch_runs<true>(self, from, load,
-                            load.cache == static_cast<int>(Cache::evict_last) ? cache_policy<Cache::evict_last>()
-                                                                              : cache_policy<Cache::evict_first>());
-        continue;
-      }
-    }
-    prefetch_runs<false>(self, from, load);
-#else
     const uint32 lines = static_cast<uint32>((load.bytes + kLine - 1) / kLine);
     for (uint32 i = static_cast<uint32>(self); i < lines * static_cast<uint32>(load.rows); i += kThreads)
       asm volatile("prefetch.global.L2 [%0];" ::"l"(from + i / lines * load.stride + i % lines * kLine));
-#endif
   }
+#endif
 }
 
 // Returns when all of a task's events have been signalled, or false if the launch ends early. Each event has its own
