@@ -225,9 +225,23 @@ def table(about: Row) -> str:
     means = summary(rows)["geometric_mean"]
     lines.append(f"| geometric mean | | {' | '.join(f'{means[way]:.3f}' for way in names if way != 'none')} | |")
     for row in rows:
-        for way, found in row.get("ncu", {}).items():
-            lines.append(f"ncu, {row['application']}, {way}: {found}")
+        if "ncu" in row:
+            lines += ["", *by_ncu(row)]
     return "\n".join(lines)
+
+
+def by_ncu(row: Row) -> list[str]:
+    """A table of what Nsight Compute counted in a launch of the loop kernel under each policy."""
+    units = ("%", 1.0), ("byte", 1e9), ("byte", 1e6), ("ns", 1e3)
+    lines = [
+        f"| {row['application']}, by Nsight Compute | sectors that hit in the second level, % | read from memory, GB "
+        "| written to memory, MB | us |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for way, found in row["ncu"].items():
+        cells = [f"{found[f'{name} ({unit})'] / by:.4g}" for name, (unit, by) in zip(METRICS, units, strict=True)]
+        lines.append(f"| {way} | {' | '.join(cells)} |")
+    return lines
 
 
 def draw(about: Row, path: Path) -> str:

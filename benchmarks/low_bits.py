@@ -187,8 +187,8 @@ class Contest:
         )
 
     def _inductors_best(self, form: str) -> dict[str, Any]:
-        """For a GPU: max-autotune; for torchao's forms the default mode with torchao's settings, as GPT-fast has it. With
-        these a product of one row is a sum whose tiles are searched, and max-autotune adds no kernel to choose from."""
+        """On a GPU max-autotune, but for torchao's forms the default mode with torchao's settings, as GPT-fast has it.
+        With these a product of one row is a sum whose tiles are searched; max-autotune adds no kernel to it."""
         if self.device.type != "cuda":
             return {"options": CPU_OPTIONS}
         return {} if form.startswith(BY_TORCHAO) else {"mode": "max-autotune-no-cudagraphs"}
