@@ -181,16 +181,34 @@ def rehearse(
     """Holds the contest on one call's arguments, and restores random number generators afterwards. On a GPU it is held
     for calls, and again for replays of CUDA graphs."""
     copies = _Copies(arguments, written)
-    devices = list({x.device.index for x in arguments if isinstance(x, torch.Tensor) and x.is_cuda})
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng(_gpus(arguments)):
         chosen = _held(Contest(contestants, on_gpu, agree), copies, copies.given)
-        graphs = _graphs(contestants, copies.given, agree) if on_gpu else {}
-        if len(graphs) > 1:
-            replayed = _held(Contest(graphs, on_gpu, agree), copies, ())
-            chosen = replace(
-                chosen, busy=chosen.busy or replayed.busy, replays_on=replayed.runs_on, replay_us=replayed.us
-            )
-    return chosen
+        return _with_replays(chosen, contestants, copies, agree) if on_gpu else chosen
+
+
+def rehearse_replays(
+    chosen: Choice, contestants: Mapping[str, Contestant], arguments: Sequence[Any], written: Sequence[int]
+) -> Choice:
+    """Holds the contest of replays alone, for a choice that calls have made: a CUDA graph has no host between kernels,
+    so that another contestant may win in it. Where that fails, as without memory for copies, the choice remains."""
+    try:
+        with torch.random.fork_rng(_gpus(arguments)):
+            return _with_replays(chosen, contestants, _Copies(arguments, written), list)
+    except Exception as error:  # many types; the call itself reports better what is wrong with its arguments
+        log.info("replays of CUDA graphs were not measured: %s", error)
+        return chosen
+
+
+def _gpus(arguments: Sequence[Any]) -> list[int]:
+    return list({x.device.index for x in arguments if isinstance(x, torch.Tensor) and x.is_cuda})
+
+
+def _with_replays(chosen: Choice, contestants: Mapping[str, Contestant], copies: _Copies, agree: Agree) -> Choice:
+    graphs = _graphs(contestants, copies.given, agree)
+    if len(graphs) < 2:
+        return chosen
+    replayed = _held(Contest(graphs, True, agree), copies, ())
+    return replace(chosen, busy=chosen.busy or replayed.busy, replays_on=replayed.runs_on, replay_us=replayed.us)
 
 
 class _Copies:
@@ -227,13 +245,14 @@ def _held(contest: Contest, copies: _Copies, arguments: Sequence[Any]) -> Choice
 
 
 def _graphs(contestants: Mapping[str, Contestant], arguments: Sequence[Any], agree: Agree) -> dict[str, Contestant]:
-    """Each contestant as the replay of a CUDA graph of one call, without those that a rank cannot capture."""
+    """Each contestant as the replay of a CUDA graph of one call, without those that a rank cannot capture. Meanwhile
+    other threads may call what capture forbids."""
     made: dict[str, Contestant] = {}
     for name, run in contestants.items():
         graph = torch.cuda.CUDAGraph()
         failed = False
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 run(*arguments)
         except RuntimeError as error:
             log.debug("%s cannot be captured in a CUDA graph: %s", name, error)

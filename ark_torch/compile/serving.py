@@ -1,7 +1,8 @@
 """What torch._dynamo calls for a graph while it is undecided who runs it.
 
 Serving: Inductor's function serves from the first call on. From the second call on ark's regions are compiled on
-another thread. Then the contestants serve some calls in turns, each timed, and the fastest one serves all others.
+another thread. Then the contestants serve some calls in turns, each timed, and the fastest one serves all others. On a
+GPU the next call first times replays of CUDA graphs, on copies of its arguments, for graphs that capture later calls.
 Everything happens between two calls, on the calling thread, and never during CUDA graph capture. Concurrent calls from
 other threads are served by Inductor until then, and disturb the measurements.
 
@@ -21,7 +22,7 @@ import torch
 
 from ark_torch.compile import background, choice, inductor_fallback
 from ark_torch.compile.capture import Captured
-from ark_torch.compile.contest import PAUSE, Contest, Contestant, rehearse
+from ark_torch.compile.contest import PAUSE, Contest, Contestant, rehearse, rehearse_replays
 from ark_torch.compile.meeting import Meeting
 from ark_torch.compile.report import log
 
@@ -133,6 +134,7 @@ class Serving(_Served):
         self._job: background.Job | None = background.Job(captured.compile_regions, title)
         self._inductor = self._contestants["inductor"]
         self._contest: Contest | None = None
+        self._written: Sequence[int] = ()  # positions of the arguments that the graph writes
         self._resumes = 0.0
         self._disturbed, self._spoilt = False, 0
         self.run = self._first
@@ -169,6 +171,7 @@ class Serving(_Served):
                     if self._captured.to_assemble():
                         return
                     self._contestants["ark"] = self._captured.finish()
+                    self._written = self._captured.written
             except Exception as error:
                 log.warning("%s stays on Inductor: %s", self._title, inductor_fallback.first_line(error))
                 self._stay()
@@ -191,6 +194,9 @@ class Serving(_Served):
             contest = self._contest
             if contest is None or background.active():
                 return self._inductor(*arguments)
+            if contest.choice is not None:
+                self._decided(rehearse_replays(contest.choice, self._contestants, arguments, self._written))
+                return self.run(*arguments)
             if contest.turn == PAUSE:
                 if time.monotonic() < self._resumes:
                     return self._inductor(*arguments)
@@ -202,14 +208,17 @@ class Serving(_Served):
                 if self._spoilt > _MOST_SPOILT:
                     log.info("%s stays on Inductor: several threads call it, and no call can be timed", self._title)
                     self._stay()
-            elif contest.choice is not None:
-                self._contest = None
-                self._decide(choice.remember(self._name, contest.choice))
+            elif contest.choice is not None and not self._on_gpu:
+                self._decided(contest.choice)
             elif contest.turn == PAUSE:
                 self._resumes = time.monotonic() + _PAUSE_S
             return result
         finally:
             self._lock.release()
+
+    def _decided(self, chosen: choice.Choice) -> None:
+        self._contest = None
+        self._decide(choice.remember(self._name, chosen))
 
     def _stay(self) -> None:
         self.run = self._inductor

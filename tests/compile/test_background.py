@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,45 @@ def test_a_thread_beside_spoils_what_is_timed() -> None:
     thread.join(60)
     assert served._spoilt == 1 and not counted
     assert served.run(3) == 3 and len(counted) == 1
+
+
+def test_replays_are_measured_before_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU calls decide who runs calls. What a CUDA graph captures is measured on the arguments of the next one,
+    which are valid: a counter that the graph advances may be at its end after a call."""
+    ways: Any = {"inductor": lambda x: -x, "ark": lambda x: x}
+    told: list[choice.Choice] = []
+    served: Any = object.__new__(serving.Serving)
+    serving._Served.__init__(served, "graph", ways, "name", told.append, True)
+    served._inductor, served._written = ways["inductor"], [0]
+    served._contest = contest.Contest(ways)
+    served._contest.choice = choice.Choice("ark", {"ark": 1.0, "inductor": 2.0})
+    served.run = served._contested
+    measured: list[Any] = []
+
+    def rehearsed(chosen: choice.Choice, contestants: Any, arguments: Any, written: Any) -> choice.Choice:
+        measured.append((chosen.runs_on, dict(contestants), arguments, written))
+        return replace(chosen, replays_on="inductor", replay_us={"ark": 2.0, "inductor": 1.0})
+
+    captures = [True]
+    monkeypatch.setattr(serving, "rehearse_replays", rehearsed)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures[0])
+    call = served.function()
+    assert call(1) == -1 and not told  # nothing can be measured in a capture
+    captures[0] = False
+    assert call(2) == 2 and measured == [("ark", ways, (2,), [0])]
+    assert [one.parts for one in told] == [("ark", "inductor")] and choice.recall("name") == told[0]
+    captures[0] = True
+    assert call(3) == -3 and len(measured) == 1
+
+
+def test_replays_that_cannot_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = choice.Choice("ark", {"ark": 1.0})
+
+    def failed(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no room for copies")
+
+    monkeypatch.setattr(contest, "_graphs", failed)
+    assert contest.rehearse_replays(chosen, {}, [torch.ones(2)], [0]) is chosen
 
 
 @pytest.mark.nightly

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import subprocess
 import sys
@@ -272,6 +273,15 @@ def test_inductor_serves_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     else:
         pytest.fail(f"nobody was chosen in {number} calls")
     assert "a CUDA graph captures Inductor's kernels" in caplog.text
+    (file,) = (tmp_path / "choices").glob("*.json")
+    assert len(json.loads(file.read_text())["replay_us"]) > 1
+    at = state.item()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call(x)
+    for number in range(1, 4):  # by who won among the replays
+        graph.replay()
+        torch.testing.assert_close(captured, torch.tanh(x * (at + number)).softmax(-1) + torch.sin(x))
 
 
 def test_weights_at_odd_addresses() -> None:
