@@ -24,8 +24,9 @@ Application = Callable[[torch.device, bool], Made]
 QWEN = models.Config(896, 24, 14, 2, 4864, 151936, 1024, theta=1000000.0)
 
 
-def llama(sizes: models.Config, batch: int, filled: int, steps: int = 1) -> Application:
-    """A decoding step of `batch` sequences after `filled` positions. With several `steps` at once it is a prompt."""
+def llama(sizes: models.Config, batch: int, filled: int, steps: int = 1, padded: bool = False) -> Application:
+    """A decoding step of `batch` sequences after `filled` positions. With several `steps` at once it is a prompt. With
+    `padded`, each sequence begins at a position of its own."""
 
     def make(device: torch.device, small: bool) -> Made:
         far, new = (filled // 16, max(1, steps // 16)) if small else (filled, steps)
@@ -35,7 +36,8 @@ def llama(sizes: models.Config, batch: int, filled: int, steps: int = 1) -> Appl
             model = real_sizes.ready(models.Llama(config, batch, torch.bfloat16), torch.bfloat16, 0.02)
             for cache in model.caches():
                 cache[:, :, :far] = torch.randn_like(cache[:, :, :far])
-            return model, (torch.randint(0, config.vocab, (batch, new)), torch.arange(far, far + new))
+            first = (torch.randint(0, far // 2, (batch,)),) if padded else ()
+            return model, (torch.randint(0, config.vocab, (batch, new)), torch.arange(far, far + new), *first)
 
     return make
 

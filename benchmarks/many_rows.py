@@ -79,9 +79,9 @@ def clip(batch: int) -> apps.Application:
     return make
 
 
-def bert(batch: int) -> apps.Application:
+def bert(batch: int, length: int = 384) -> apps.Application:
     def make(device: torch.device, small: bool) -> apps.Made:
-        made = real_sizes.bert(torch.float16, device, small, batch)
+        made = real_sizes.bert(torch.float16, device, small, batch, length)
         return made.model, made.inputs
 
     return make
@@ -106,6 +106,9 @@ def prompt(config: Any, tokens: int) -> apps.Application:
 CASES: dict[str, tuple[apps.Application, float]] = {
     "bert-large 384": (bert(1), 1.0),
     "bert-large 384, batch 10": (bert(10), 1.0),
+    "bert-large 128": (bert(1, 128), 1.0),
+    "bert-large 16, batch 8": (bert(8, 16), 1.0),
+    "bert-large 32, batch 32": (bert(32, 32), 1.0),
     "vit-b/16": (apps.vit(1), 1.2),
     "vit-b/16, batch 8": (apps.vit(8), 1.0),
     "clip text": (clip(1), 1.2),
@@ -119,6 +122,8 @@ CASES: dict[str, tuple[apps.Application, float]] = {
     "llama-1b decode, batch 4": (apps.llama(real_sizes.LLAMA_1B, 4, 512), 1.4),
     "llama-1b decode, batch 16": (apps.llama(real_sizes.LLAMA_1B, 16, 512), 1.5),
     "llama-1b decode, batch 32": (apps.llama(real_sizes.LLAMA_1B, 32, 512), 1.3),
+    "llama-1b decode, batch 4, padded": (apps.llama(real_sizes.LLAMA_1B, 4, 512, padded=True), 1.4),
+    "llama-1b decode, batch 16, padded": (apps.llama(real_sizes.LLAMA_1B, 16, 512, padded=True), 1.5),
 }
 
 

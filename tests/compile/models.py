@@ -105,10 +105,13 @@ class Llama(nn.Module):
         self.register_buffer("sin", angles.sin().to(dtype))
         self.register_buffer("positions", torch.arange(config.max_len))
 
-    def forward(self, ids: Tensor, pos: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, pos: Tensor, first: Tensor | None = None) -> Tensor:
+        """first: each sequence's first position, if padding on the left stands before it."""
         x = self.emb(ids)
         cos, sin = self.cos[pos], self.sin[pos]
         mask = (self.positions[None, :] <= pos[:, None])[None, None]
+        if first is not None:
+            mask = mask & (self.positions >= first[:, None])[:, None, None]
         for layer in self.layers:
             x = layer(x, cos, sin, pos, mask)
         return self.head(self.norm(x)[:, -1])

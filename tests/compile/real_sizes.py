@@ -104,8 +104,9 @@ def gpt2(dtype: torch.dtype, device: torch.device, small: bool) -> Case:
     return decoding(model, sizes[3], 512, device)
 
 
-def bert(dtype: torch.dtype, device: torch.device, small: bool, batch: int = 1) -> Case:
-    dim, heads, layers, vocab, length = (64, 4, 2, 500, 48) if small else (1024, 16, 24, 30522, 384)
+def bert(dtype: torch.dtype, device: torch.device, small: bool, batch: int = 1, length: int = 384) -> Case:
+    dim, heads, layers, vocab = (64, 4, 2, 500) if small else (1024, 16, 24, 30522)
+    length = length // 8 if small else length
     with device:
         model = ready(models.Encoder(dim, heads, layers, vocab, length), dtype, 0.02)
         ids, present = torch.randint(0, vocab, (batch, length)), torch.ones(batch, length, dtype=torch.bool)

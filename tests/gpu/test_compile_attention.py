@@ -1,4 +1,4 @@
-"""Compares attention with many query rows in loop kernels on a GPU with float64."""
+"""Compares attention in loop kernels on a GPU with float64."""
 
 from __future__ import annotations
 
@@ -38,6 +38,10 @@ CASES: list[Case] = [
     (1, 2, 2, 70, 129, 128, "row floats"),
     (1, 14, 2, 150, 640, 64, "rows"),
     (1, 6, 2, 60, 776, 128, "row floats"),
+    (8, 16, 16, 16, 16, 64, "sequences"),
+    (24, 4, 2, 3, 9, 64, "sequences"),
+    (2, 8, 4, 1, 2048, 128, "sequences"),
+    (20, 16, 8, 1, 520, 64, "sequences"),
 ]
 
 
@@ -49,8 +53,9 @@ def operands(case: Case, dtype: torch.dtype) -> list[Tensor | None]:
         return wide[..., 1:] if kind == "at odd places" else wide[..., 1:].contiguous()
 
     mask: Tensor | None = None
-    if kind in ("floats", "bools", "holes"):
+    if kind in ("floats", "bools", "holes", "sequences"):
         mask = torch.rand(batch, 1, 1, keys, device="cuda") < 0.7
+        mask[..., 0] = True
         if kind == "holes":
             mask[..., 128:300] = False
         if kind == "floats":
@@ -71,12 +76,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=shared)
 
 
-# In two regions: the kernel of one with all of them would spill.
+# In several regions: the kernel of one with all of them would spill.
 @pytest.mark.parametrize(
-    "cases", [CASES[:9], CASES[9:15], CASES[15:]], ids=["few positions", "many positions", "long or shared heads"]
+    "cases",
+    [CASES[:9], CASES[9:15], CASES[15:21], CASES[21:]],
+    ids=["few positions", "many positions", "long or shared heads", "few rows"],
 )
 @pytest.mark.parametrize("dtype, close", [(torch.float16, 1e-3), (torch.bfloat16, 8e-3)])
-def test_attention_of_many_rows(dtype: torch.dtype, close: float, cases: list[Case]) -> None:
+def test_attention(dtype: torch.dtype, close: float, cases: list[Case]) -> None:
     """Close to float64, with the same bits each time."""
     torch.manual_seed(0)
     torch._dynamo.reset()
@@ -93,6 +100,24 @@ def test_attention_of_many_rows(dtype: torch.dtype, close: float, cases: list[Ca
         want = attend(q.double(), k.double(), v.double(), wide, case[-1] == "causal")
         assert float((one.double() - want).norm() / want.norm()) < close, case
         assert torch.equal(one, other), case
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_of_a_value_with_itself(causal: bool) -> None:
+    """Blocks of query rows wait for all rows of the keys."""
+
+    def call(x: Tensor) -> Tensor:
+        made = torch.tanh(x) * 2
+        return F.scaled_dot_product_attention(made, made, made, is_causal=causal)
+
+    torch.manual_seed(0)
+    x = torch.randn(1, 4, 1500, 64, dtype=torch.bfloat16, device="cuda")
+    ours = torch.compile(call, backend="ark", options={"choose": "ark", "fallback": False}, dynamic=False)
+    with torch.no_grad():
+        for _ in range(20):
+            x.normal_()
+            got, want = ours(x), call(x.double())
+            assert float((got.double() - want).norm() / want.norm()) < 1.5e-2
 
 
 def test_a_boolean_mask_is_read_as_it_is() -> None:

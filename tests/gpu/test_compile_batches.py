@@ -55,3 +55,20 @@ def test_decoding(size: str, batch: int, dtype: torch.dtype, close: float) -> No
     if size == "many heads" and batch == 16:
         plan = report.graphs[0].pieces[0].region.json()
         assert '"rotary"' not in plan and '"index_copy_"' not in plan, "attention's tasks do not append themselves"
+
+
+@pytest.mark.parametrize("batch", [2, 20])
+def test_decoding_of_padded_sequences(batch: int) -> None:
+    """Each sequence has a mask of its own."""
+    model = models.Llama(SIZES["small"], batch, torch.bfloat16).eval().to(DEVICE)
+    for cache in model.caches():
+        cache.normal_()
+    double = copy.deepcopy(model).double()
+    call, report = compiled(model, fallback=False)
+    first = torch.randint(0, 250, (batch,), device=DEVICE)
+    for position in (250, 255, 300, 599):
+        ids, pos = torch.randint(0, 100, (batch, 1), device=DEVICE), torch.tensor([position], device=DEVICE)
+        got, wanted = call(ids, pos, first).clone(), double(ids, pos, first)
+        for one in range(batch):
+            assert distance(got[one], wanted[one]) < 2e-2, (position, one)
+    on_one_kernel(report)

@@ -1,12 +1,12 @@
 // Chooses the blocks of positions, and makes the partial attention stages and the stage that combines them. See
 // split_kv.hpp.
 #include "compiler/passes/split_kv.hpp"
-#include "compiler/graph/stage_queries.hpp"
-
 #include <algorithm>
 #include <utility>
 
 #include "compiler/fuse/fuse_views.hpp"
+#include "compiler/graph/stage_queries.hpp"
+#include "compiler/passes/attention_parts.hpp"
 
 namespace ark::compiler {
 
@@ -15,14 +15,15 @@ namespace {
 constexpr int64_t kMostParts = 16;     // combined by the lanes of half a warp
 constexpr int64_t kPassBytes = 32768;  // bytes of keys that a block's threads load at once
 
-// Positions per part: enough to keep a block of threads busy, and no more parts than give every worker a tile.
-int64_t positions_of_part(const Graph& graph, const Stage& stage, const AttentionStage& attention, int workers) {
+// Positions per part: enough to keep a block of threads busy, and no more parts than give every worker a tile. `tiles`:
+// of one part.
+int64_t positions_of_part(const Graph& graph, const AttentionStage& attention, int64_t tiles, int workers) {
   const Value &k = graph.values()[attention.k], &v = graph.values()[attention.v];
   const int64_t positions = k.shape[2];
-  if (attention.causal || !takes_few_rows(graph, attention)) return positions;
+  if (attention.causal) return positions;
   const int64_t row_bytes = std::max(k.shape[3] * size_of(k.type), v.shape[3] * size_of(v.type));
   const int64_t least = row_bytes <= kPassBytes / 256 ? 256 : 128;
-  const int64_t parts = std::clamp<int64_t>(workers / stage.extent, 1, kMostParts);
+  const int64_t parts = std::clamp<int64_t>(workers / tiles, 1, kMostParts);
   const int64_t even = (positions + parts - 1) / parts;
   return (even + least - 1) / least * least;
 }
@@ -73,42 +74,54 @@ Stage combine_stage(Graph& graph, const Stage& attention, const Value& sums, con
   return stage;
 }
 
+// Adds the stages that `stage`, attention of few rows, becomes.
+void split_positions(Graph& graph, Stage stage, int64_t tiles, const Target& target, std::vector<Stage>& split) {
+  const AttentionStage attention = std::get<AttentionStage>(stage.body);
+  const int64_t positions = graph.values()[attention.k].shape[2];
+  const int64_t step = positions_of_part(graph, attention, tiles, target.workers);
+  if (step >= positions) {
+    split.push_back(std::move(stage));
+    return;
+  }
+  const Shape shape = graph.values()[attention.out].shape;
+  const int64_t parts = (positions + step - 1) / step;
+  const Value sums = temporary(graph, {parts, shape[0], shape[1], shape[2], shape[3]});
+  const Value states = temporary(graph, {parts, shape[0], shape[1], shape[2], 2});
+  for (int64_t index = 0; index < parts; ++index) {
+    const int64_t begin = index * step, end = std::min(positions, begin + step);
+    Stage part = stage;
+    AttentionStage& body = std::get<AttentionStage>(part.body);
+    body.k = cut(graph, graph.values()[attention.k], 2, begin, end);
+    body.v = cut(graph, graph.values()[attention.v], 2, begin, end);
+    if (body.mask >= 0) body.mask = cut(graph, graph.values()[attention.mask], 3, begin, end);
+    body.out = part_of(graph, sums, index);
+    body.states = part_of(graph, states, index);
+    // Accesses are in the order queries, keys, values, mask, result.
+    part.accesses[1].value = body.k;
+    part.accesses[2].value = body.v;
+    if (body.mask >= 0) part.accesses[3].value = body.mask;
+    part.accesses.back().value = body.out;
+    part.accesses.push_back({body.states, part.accesses.back().axis, true});
+    part.flops = stage.flops * static_cast<double>(end - begin) / static_cast<double>(positions);
+    part.bytes = bytes_of(graph, {body.q, body.k, body.v, body.out});
+    split.push_back(std::move(part));
+  }
+  split.push_back(combine_stage(graph, stage, sums, states, attention.out));
+}
+
 }  // namespace
 
 std::vector<Stage> split_kv(Graph& graph, std::vector<Stage> stages, const Target& target) {
   std::vector<Stage> split;
   for (Stage& stage : stages) {
     const auto* attention = std::get_if<AttentionStage>(&stage.body);
-    const int64_t positions = attention == nullptr ? 0 : graph.values()[attention->k].shape[2];
-    const int64_t step = attention == nullptr ? 0 : positions_of_part(graph, stage, *attention, target.workers);
-    if (step >= positions) {
+    if (attention == nullptr || !takes_few_rows(graph, *attention)) {
       split.push_back(std::move(stage));
       continue;
     }
-    const Shape shape = graph.values()[attention->out].shape;
-    const int64_t parts = (positions + step - 1) / step;
-    const Value sums = temporary(graph, {parts, shape[0], shape[1], shape[2], shape[3]});
-    const Value states = temporary(graph, {parts, shape[0], shape[1], shape[2], 2});
-    for (int64_t index = 0; index < parts; ++index) {
-      const int64_t begin = index * step, end = std::min(positions, begin + step);
-      Stage part = stage;
-      AttentionStage& body = std::get<AttentionStage>(part.body);
-      body.k = cut(graph, graph.values()[attention->k], 2, begin, end);
-      body.v = cut(graph, graph.values()[attention->v], 2, begin, end);
-      if (body.mask >= 0) body.mask = cut(graph, graph.values()[attention->mask], 3, begin, end);
-      body.out = part_of(graph, sums, index);
-      body.states = part_of(graph, states, index);
-      // Accesses are in the order queries, keys, values, mask, result.
-      part.accesses[1].value = body.k;
-      part.accesses[2].value = body.v;
-      if (body.mask >= 0) part.accesses[3].value = body.mask;
-      part.accesses.back().value = body.out;
-      part.accesses.push_back({body.states, part.accesses.back().axis, true});
-      part.flops = stage.flops * static_cast<double>(end - begin) / static_cast<double>(positions);
-      part.bytes = bytes_of(graph, {body.q, body.k, body.v, body.out});
-      split.push_back(std::move(part));
-    }
-    split.push_back(combine_stage(graph, stage, sums, states, attention->out));
+    std::vector<Stage> parts = parts_across(graph, stage, target);
+    const int64_t tiles = stage.extent * static_cast<int64_t>(parts.size());
+    for (Stage& part : parts) split_positions(graph, std::move(part), tiles, target, split);
   }
   return split;
 }

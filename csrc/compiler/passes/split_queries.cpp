@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "compiler/fuse/fuse_views.hpp"
+#include "compiler/passes/attention_parts.hpp"
 #include "compiler/schedule/attention_kernel.hpp"
 #include "compiler/schedule/matmul_tile.hpp"
 
@@ -15,10 +15,6 @@ namespace {
 constexpr int64_t kTileRows = 64;  // query rows, over all heads that share keys, of one tile of the attention kernel
 constexpr int64_t kFewRows =
     16;  // up to this many the kernel uses another algorithm: blocks as small would make bits depend on the cut
-
-int64_t heads_of(const Graph& graph, const AttentionStage& attention) {
-  return graph.values()[attention.q].shape[1] / graph.values()[attention.k].shape[1];
-}
 
 // Whether later query rows attend to more positions, certainly or, with a mask of its own for each row, probably.
 bool is_triangular(const Graph& graph, const AttentionStage& attention) {
@@ -63,51 +59,6 @@ int64_t block_rows(const Graph& graph, const AttentionStage& attention, int64_t 
   return best;
 }
 
-// The attention for indices [begin, end) of a dimension: of the batch, of KV heads with their query heads, or of query
-// rows. What has one index for all stays as it is.
-Stage part_of(Graph& graph, const Stage& stage, size_t dim, int64_t begin, int64_t end) {
-  Stage part = stage;
-  AttentionStage& body = std::get<AttentionStage>(part.body);
-  const int64_t heads = heads_of(graph, body);
-  const double share = dim == 2 ? share_of(graph, body, begin, end)
-                                : static_cast<double>(end - begin) /
-                                      static_cast<double>(graph.values()[dim == 1 ? body.k : body.q].shape[dim]);
-  const auto view = [&](int& index, int64_t times) {
-    if (index < 0 || graph.values()[index].shape[dim] == 1) return;
-    Value value = graph.values()[index];
-    value.offset += begin * times * value.strides[dim];
-    value.shape[dim] = (end - begin) * times;
-    const int viewed = view_value(graph, value);
-    for (Access& access : part.accesses)
-      if (access.value == index) access.value = viewed;
-    index = viewed;
-  };
-  if (dim == 2) body.first_query += begin;
-  const int64_t times = dim == 1 ? heads : 1;
-  view(body.q, times);
-  view(body.mask, times);
-  view(body.out, times);
-  if (dim != 2) view(body.k, 1), view(body.v, 1);
-  part.flops = stage.flops * share;
-  part.bytes = bytes_of(graph, {body.q, body.k, body.v, body.out});
-  return part;
-}
-
-// Parts of the dimension that the stage's axis does not cut, as many as give every worker a tile.
-std::vector<Stage> parts_across(Graph& graph, const Stage& stage, const AttentionStage& attention,
-                                const Target& target) {
-  const Value& k = graph.values()[attention.k];
-  const size_t dim = stage.extent == k.shape[0] && k.shape[0] > k.shape[1] ? 1 : 0;
-  const int64_t count = k.shape[dim];
-  int64_t parts = std::clamp<int64_t>(wholes(target.workers, stage.extent), 1, count);
-  while (count % parts != 0) ++parts;  // of even length
-  if (parts == 1) return {stage};
-  std::vector<Stage> all;
-  for (int64_t part = 0; part < parts; ++part)
-    all.push_back(part_of(graph, stage, dim, count * part / parts, count * (part + 1) / parts));
-  return all;
-}
-
 }  // namespace
 
 std::vector<Stage> split_queries(Graph& graph, std::vector<Stage> stages, const Target& target) {
@@ -120,7 +71,7 @@ std::vector<Stage> split_queries(Graph& graph, std::vector<Stage> stages, const 
       continue;
     }
     const int64_t heads = heads_of(graph, *attention);
-    const std::vector<Stage> parts = parts_across(graph, stage, *attention, target);
+    const std::vector<Stage> parts = parts_across(graph, stage, target);
     const int64_t rows = block_rows(graph, *attention, stage.extent * static_cast<int64_t>(parts.size()), target);
     std::vector<int64_t> bounds = {0};
     while (bounds.back() < queries) {
@@ -132,8 +83,10 @@ std::vector<Stage> split_queries(Graph& graph, std::vector<Stage> stages, const 
     const size_t blocks = bounds.size() - 1;
     for (size_t i = 0; i < blocks; ++i) {
       const size_t block = backwards ? blocks - 1 - i : i;
+      const int64_t begin = bounds[block], end = bounds[block + 1];
+      const double share = share_of(graph, *attention, begin, end);
       for (const Stage& part : parts)
-        split.push_back(blocks == 1 ? part : part_of(graph, part, 2, bounds[block], bounds[block + 1]));
+        split.push_back(blocks == 1 ? part : attention_part(graph, part, 2, begin, end, share));
     }
   }
   return split;
