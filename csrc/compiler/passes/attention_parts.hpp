@@ -18,7 +18,8 @@ int64_t heads_of(const Graph& graph, const AttentionStage& attention);  // query
 // rows. What has one index for all stays as it is. `share`: the part's share in the stage's operations.
 Stage attention_part(Graph& graph, const Stage& stage, size_t dim, int64_t begin, int64_t end, double share);
 
-// Parts of the dimension that the stage's axis does not cut, as many as give every worker a tile.
+// The dimension that the stage's axis does not cut, in as many equal parts as give every worker a tile.
+int64_t count_across(const Graph& graph, const Stage& stage, const Target& target);
 std::vector<Stage> parts_across(Graph& graph, const Stage& stage, const Target& target);
 
 }  // namespace ark::compiler

@@ -74,41 +74,6 @@ Stage combine_stage(Graph& graph, const Stage& attention, const Value& sums, con
   return stage;
 }
 
-// Adds the stages that `stage`, attention of few rows, becomes.
-void split_positions(Graph& graph, Stage stage, int64_t tiles, const Target& target, std::vector<Stage>& split) {
-  const AttentionStage attention = std::get<AttentionStage>(stage.body);
-  const int64_t positions = graph.values()[attention.k].shape[2];
-  const int64_t step = positions_of_part(graph, attention, tiles, target.workers);
-  if (step >= positions) {
-    split.push_back(std::move(stage));
-    return;
-  }
-  const Shape shape = graph.values()[attention.out].shape;
-  const int64_t parts = (positions + step - 1) / step;
-  const Value sums = temporary(graph, {parts, shape[0], shape[1], shape[2], shape[3]});
-  const Value states = temporary(graph, {parts, shape[0], shape[1], shape[2], 2});
-  for (int64_t index = 0; index < parts; ++index) {
-    const int64_t begin = index * step, end = std::min(positions, begin + step);
-    Stage part = stage;
-    AttentionStage& body = std::get<AttentionStage>(part.body);
-    body.k = cut(graph, graph.values()[attention.k], 2, begin, end);
-    body.v = cut(graph, graph.values()[attention.v], 2, begin, end);
-    if (body.mask >= 0) body.mask = cut(graph, graph.values()[attention.mask], 3, begin, end);
-    body.out = part_of(graph, sums, index);
-    body.states = part_of(graph, states, index);
-    // Accesses are in the order queries, keys, values, mask, result.
-    part.accesses[1].value = body.k;
-    part.accesses[2].value = body.v;
-    if (body.mask >= 0) part.accesses[3].value = body.mask;
-    part.accesses.back().value = body.out;
-    part.accesses.push_back({body.states, part.accesses.back().axis, true});
-    part.flops = stage.flops * static_cast<double>(end - begin) / static_cast<double>(positions);
-    part.bytes = bytes_of(graph, {body.q, body.k, body.v, body.out});
-    split.push_back(std::move(part));
-  }
-  split.push_back(combine_stage(graph, stage, sums, states, attention.out));
-}
-
 }  // namespace
 
 std::vector<Stage> split_kv(Graph& graph, std::vector<Stage> stages, const Target& target) {
@@ -119,9 +84,40 @@ std::vector<Stage> split_kv(Graph& graph, std::vector<Stage> stages, const Targe
       split.push_back(std::move(stage));
       continue;
     }
-    std::vector<Stage> parts = parts_across(graph, stage, target);
-    const int64_t tiles = stage.extent * static_cast<int64_t>(parts.size());
-    for (Stage& part : parts) split_positions(graph, std::move(part), tiles, target, split);
+    const auto add = [&](const Stage& part) {
+      for (Stage& one : parts_across(graph, part, target)) split.push_back(std::move(one));
+    };
+    const int64_t tiles = stage.extent * count_across(graph, stage, target);
+    const int64_t positions = graph.values()[attention->k].shape[2];
+    const int64_t step = positions_of_part(graph, *attention, tiles, target.workers);
+    if (step >= positions) {
+      add(stage);
+      continue;
+    }
+    const Shape shape = graph.values()[attention->out].shape;
+    const int64_t parts = (positions + step - 1) / step;
+    const Value sums = temporary(graph, {parts, shape[0], shape[1], shape[2], shape[3]});
+    const Value states = temporary(graph, {parts, shape[0], shape[1], shape[2], 2});
+    for (int64_t index = 0; index < parts; ++index) {
+      const int64_t begin = index * step, end = std::min(positions, begin + step);
+      Stage part = stage;
+      AttentionStage& body = std::get<AttentionStage>(part.body);
+      body.k = cut(graph, graph.values()[attention->k], 2, begin, end);
+      body.v = cut(graph, graph.values()[attention->v], 2, begin, end);
+      if (body.mask >= 0) body.mask = cut(graph, graph.values()[attention->mask], 3, begin, end);
+      body.out = part_of(graph, sums, index);
+      body.states = part_of(graph, states, index);
+      // Accesses are in the order queries, keys, values, mask, result.
+      part.accesses[1].value = body.k;
+      part.accesses[2].value = body.v;
+      if (body.mask >= 0) part.accesses[3].value = body.mask;
+      part.accesses.back().value = body.out;
+      part.accesses.push_back({body.states, part.accesses.back().axis, true});
+      part.flops = stage.flops * static_cast<double>(end - begin) / static_cast<double>(positions);
+      part.bytes = bytes_of(graph, {body.q, body.k, body.v, body.out});
+      add(part);
+    }
+    split.push_back(combine_stage(graph, stage, sums, states, attention->out));
   }
   return split;
 }

@@ -2,9 +2,9 @@
 // "Flash-Decoding for long-context inference").
 //
 // A stage's axis cuts KV heads or the batch, so 8 of 132 workers would read a whole cache. Here such a stage becomes
-// several: first by the other of these dimensions, then, while workers have no tile, by blocks of positions. Those store each row's sums, maximum score and total in temporaries, which another stage
-// combines in the order of blocks. Blocks depend only on shapes and the number of workers, so results do not depend on
-// how many positions are read.
+// several: by the other of these dimensions, and, if workers are left, by blocks of positions. Those store each row's
+// sums, maximum score and total in temporaries, which another stage combines in the order of blocks. Blocks depend only
+// on shapes and the number of workers, so results do not depend on how many positions are read.
 #pragma once
 
 #include <vector>
