@@ -32,6 +32,7 @@ from ark_torch.compile import (
     products,
     progress,
     regions,
+    softmax_attention,
     workers,
 )
 from ark_torch.compile.build import Builder, Launcher, NotOneRegion, static_inputs
@@ -323,6 +324,7 @@ def cut(graph_module: GraphModule, options: Options, report: GraphReport, launch
     device = device_of(needed)
     if device.type == "cpu" and dense.rewrite(graph_module):
         needed = analysis.dependencies(graph_module)
+    softmax_attention.mark(graph_module.graph, masked=options.nan != "exact")
     mutated = {root for node in needed for root in analysis.written_roots(node)}
     # views are computed on meta tensors, which need no fake mode and would be slow in one
     with unset_fake_temporarily():

@@ -168,6 +168,10 @@ class Lowering:
         """Whether the node belongs to the region and has been lowered."""
         return node in self._members and node in self._operands
 
+    def belongs(self, node: Node) -> bool:
+        """Whether the node belongs to the region, lowered or not."""
+        return node in self._members
+
     def is_known(self, node: Node) -> bool:
         """Whether the node's operand was read or made already."""
         return node in self._operands

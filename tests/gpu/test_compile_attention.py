@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ark_torch
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "compile"))
+
+from test_softmax_attention import FUSED
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -100,6 +106,26 @@ def test_attention(dtype: torch.dtype, close: float, cases: list[Case]) -> None:
         want = attend(q.double(), k.double(), v.double(), wide, case[-1] == "causal")
         assert float((one.double() - want).norm() / want.norm()) < close, case
         assert torch.equal(one, other), case
+
+
+@pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-5), (torch.float16, 2e-3), (torch.bfloat16, 1.5e-2)])
+def test_attention_written_as_products(dtype: torch.dtype, close: float) -> None:
+    """With every kind of mask; rows without positions are NaN."""
+    for form, (call, make) in FUSED.items():
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        given = [x.cuda().to(dtype) if x.is_floating_point() else x.cuda() for x in make()]
+        if form == "triangle":
+            given[3][..., 5, :] = 0
+        plan = ark_torch.explain(call, *given, target="sm_90a", ark_options={"choose": "ark"}).regions[0].target_plan
+        kinds = [stage["kind"] for stage in json.loads(plan)["stages"]]
+        assert "attention" in kinds and "matmul" not in kinds, (form, kinds)
+        with torch.no_grad():
+            got = torch.compile(call, backend="ark", options={"choose": "ark"}, dynamic=False)(*given)
+            want = call(*(x.double() if x.is_floating_point() else x for x in given))
+        assert torch.equal(got.isnan(), want.isnan()), form
+        difference = (got.double() - want).nan_to_num()
+        assert float(difference.norm() / want.nan_to_num().norm()) < close, form
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -4,7 +4,7 @@
 // maximum score so far, the sum of exp(score - maximum) and the weighted sum of values, and rescales both when the
 // maximum grows. A block of positions that the mask excludes for all rows (false, -inf, or beyond a causal limit) is
 // skipped before its keys or values are read, so work follows the length in use. A row without any allowed position
-// gives zeros, as in PyTorch. Blocks start at multiples of kKeys for any tile, so bits depend on data only.
+// gives zeros, as in PyTorch's operator, or NaN, as its softmax does. Blocks start at multiples of kKeys for any tile, so bits depend on data only.
 #pragma once
 
 #include "cpu/attention_block.hpp"
@@ -22,6 +22,7 @@ struct Attention {
   int64_t mask_head, mask_row, mask_column;
   float scale;
   bool causal;
+  bool nan_rows;  // rows without any allowed position give NaN, not zeros
 };
 
 struct NoMask {};
@@ -152,7 +153,7 @@ inline void attend(const Context& context, const Attention& s, const Q* q, const
     }
     for (int r = 0; r < rows; ++r) {
       Out* to = out + (first + r) % s.heads * s.out_head + (first + r) / s.heads * s.out_row;
-      const float scale = states[r].total == 0.0f ? 0.0f : 1.0f / states[r].total;
+      const float scale = states[r].total == 0.0f && !s.nan_rows ? 0.0f : 1.0f / states[r].total;
       each_chunk<ValueColumns>([&](int c, auto lanes) ARK_BODY {
         const Floats x = load(sums + r * kValue + c, All{}) * scale;
         if (s.out_column == 1)

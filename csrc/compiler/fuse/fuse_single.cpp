@@ -37,6 +37,7 @@ Stage attention_stage(Graph& graph, const Node& node) {
   if (masked) body.mask = view_value(graph, mask);
   body.scale = node.real("scale");
   body.causal = node.flag("causal");
+  body.nan_rows = node.flag("nan_rows");
   Stage stage;
   const int axis = q.shape[0] > k.shape[1] ? 0 : 1;
   stage.extent = k.shape[axis];

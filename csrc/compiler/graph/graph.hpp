@@ -72,7 +72,9 @@ using Attributes = std::map<std::string, Attribute>;
 //                                                      a b times both scales, plus the bias. M > 16, K a multiple of
 //                                                      16; fast_accum (bool): sums may keep fewer bits than float32 has
 //    attention    q [B, H, T, D], k, v [B, Hkv, S, D], mask (optional, bool or additive, broadcasts to [B, H, T, S])
-//                                            1         scale (float), causal (bool: key <= query position)
+//                                            1         scale (float), causal (bool: key <= query position),
+//                                                      nan_rows (bool: rows without any position give NaN, as a
+//                                                      softmax does, not zeros)
 //    gather       table, index               1         dim: out[.., index.., ..] = table[.., index.., ..] along dim;
 //                                                      several indices of one shape apply to dim and those after it;
 //                                                      along (bool): index has out's shape, and

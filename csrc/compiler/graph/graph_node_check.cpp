@@ -253,6 +253,7 @@ class NodeChecker {
     if (node_.attributes.count("scale") == 0) fail("needs attribute 'scale'");
     node_.real("scale");
     node_.flag("causal");
+    node_.flag("nan_rows");
     if (node_.inputs.size() == 4) {
       const Shape scores = {q.shape[0], q.shape[1], q.shape[2], k.shape[2]};
       if (!broadcasts_to(in(3).shape, scores)) fail("a mask of {} for {}", to_string(in(3).shape), to_string(scores));

@@ -146,6 +146,7 @@ struct AttentionStage {
   int q = -1, k = -1, v = -1, mask = -1, out = -1;
   double scale = 1;
   bool causal = false;
+  bool nan_rows = false;    // rows without any position give NaN, not zeros
   int64_t first_query = 0;  // position of the first query row, for `causal`; only split_queries() sets it
   // If set, `out` receives unnormalized sums, and this value each row's maximum score and total. Set by split_kv().
   int states = -1;
@@ -166,6 +167,7 @@ struct AttentionStage {
 // cut query heads or, if the Access of `out` names dimension 0, the batch.
 struct CombineStage {
   int sums = -1, states = -1, out = -1;
+  bool nan_rows = false;
 };
 
 // Tiles cut the dimension of `out` that its Access names. Several indices apply to as many dimensions, starting at

@@ -59,7 +59,8 @@ int part_of(Graph& graph, Value value, int64_t part) {
 
 Stage combine_stage(Graph& graph, const Stage& attention, const Value& sums, const Value& states, int out) {
   Stage stage;
-  const CombineStage body{view_value(graph, sums), view_value(graph, states), out};
+  const CombineStage body{view_value(graph, sums), view_value(graph, states), out,
+                          std::get<AttentionStage>(attention.body).nan_rows};
   const Value& result = graph.values()[out];
   const int axis = result.shape[0] > result.shape[1] ? 0 : 1;
   stage.extent = result.shape[axis];

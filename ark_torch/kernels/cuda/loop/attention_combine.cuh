@@ -12,6 +12,7 @@ struct AttentionParts {
   int64_t queries;
   int64_t sums, states;  // from part to part
   int64_t out_head, out_row, out_column;
+  bool nan_rows;  // see Attention
 };
 
 // Heads [begin, end). Half a warp takes a row, and loads its run of columns before it knows the parts' weights.
@@ -37,7 +38,7 @@ ARK_LOOP void combine_parts(const float* sums, const float* states, Out* out, in
     };
     load();
     const PartWeights parts(states + row * 2, s.states, kParts);
-    const float factor = last_factor(parts.total());
+    const float factor = last_factor(parts.total(), s.nan_rows);
     Out* const to = out + row / s.queries * s.out_head + row % s.queries * s.out_row;
     for (int run = 0;;) {
       Few sum = {};

@@ -85,7 +85,7 @@ class FlashAttention {
       total_[r] += shuffle_xor(total_[r], 2);
       if (row(r) >= end_) continue;
       const AttentionRow to(s, row(r));
-      const float factor = last_factor(total_[r]);
+      const float factor = last_factor(total_[r], s.nan_rows);
       Out* const at = out + to.g * s.out_head + to.t * s.out_row;
       const bool paired = sizeof(Out) == 2 && s.out_column == 1 && (reinterpret_cast<uint64>(at) & 3) == 0;
       ARK_UNROLL for (int n = 0; n < 8; ++n) {

@@ -139,7 +139,7 @@ ARK_LOOP void attend_plainly(const Attention& s, const Q* q, const K* k, const V
       const int number = first + thread() / 16 * Shape::kLaneRows + r;
       if (number >= end) continue;
       const AttentionRow row(s, number);
-      const float factor = last_factor(rows.total[r]);
+      const float factor = last_factor(rows.total[r], s.nan_rows);
       Out* const to = out + row.g * s.out_head + row.t * s.out_row;
       ARK_UNROLL for (int part = 0; part < Shape::kParts; ++part) ARK_UNROLL for (int e = 0; e < 4; ++e) {
         const int c = part * 64 + i * 4 + e;

@@ -106,7 +106,7 @@ class GroupAttention {
       total += *state(1, g, at);
       ARK_UNROLL for (int e = 0; e < 8; ++e) all[e] += sum(g, at)[column + e];
     }
-    const float factor = last_factor(total);
+    const float factor = last_factor(total, s.nan_rows);
     ARK_UNROLL for (int e = 0; e < 8; ++e) all[e] *= factor;
     if (first + at >= end) return;
     const AttentionRow to(s, first + at);

@@ -17,6 +17,7 @@ struct Attention {
   int64_t mask_head, mask_row, mask_column;
   float scale;
   bool causal;
+  bool nan_rows;        // rows that attend to nothing give NaN, not zeros
   int64_t first_query;  // position of row 0, for `causal`
   bool aligned;         // rows of queries, keys and values are contiguous and start at multiples of 16 bytes
   Cache cache;          // of keys and values, with few rows
@@ -70,9 +71,9 @@ ARK_LOOP float base_of(float greatest) {
   return greatest == -kInfinity ? 0.0f : greatest;
 }
 
-// The final factor of a row's sums: zero if it attends to nothing.
-ARK_LOOP float last_factor(float total) {
-  return total == 0.0f ? 0.0f : 1.0f / total;
+// The final factor of a row's sums. If the row attends to nothing, the result is zero, or NaN with `nan_rows`.
+ARK_LOOP float last_factor(float total, bool nan_rows) {
+  return total == 0.0f && !nan_rows ? 0.0f : 1.0f / total;
 }
 
 // A row's parts and their weights, one part per lane of a half warp.
@@ -115,7 +116,7 @@ ARK_LOOP void store_result(Out* out, float* states, AttentionRow row, int c, flo
       state[1] = parts.total();
     }
   } else {
-    store_one(to, sum * last_factor(parts.total()));
+    store_one(to, sum * last_factor(parts.total(), s.nan_rows));
   }
 }
 

@@ -272,7 +272,7 @@ ARK_LOOP void attend_tiles(QAt q, KAt k, VAt v, const M* mask, OutAt out) {
         const int number = first + self / 32 % 4 * Shape::kWarpRows + i + r * 8;
         if (number >= end) continue;
         const AttentionRow row(s, number);
-        const float factor = last_factor(rows.total[r]);
+        const float factor = last_factor(rows.total[r], s.nan_rows);
         Out* const to = now(out) + row.g * s.out_head + row.t * s.out_row;
         const bool pairs = sizeof(Out) == 2 && s.out_column == 1 && (reinterpret_cast<uint64>(to) & 3) == 0;
         ARK_UNROLL for (int n = 0; n < 2 * Shape::kPairs; ++n) {

@@ -139,8 +139,8 @@ void emit(FunctionWriter& to, const AttentionStage& attention, const std::functi
       stride(k, 2), column(k), stride(v, 2), column(v), head(out), stride(out, 2));
   to.line(
       "                      .out_column = {}, .mask_head = {}, .mask_row = {}, .mask_column = {}, .scale = {}, "
-      ".causal = {}{}}};",
-      column(out), mask_head, mask_row, mask_column, factor, attention.causal, rest);
+      ".causal = {}, .nan_rows = {}{}}};",
+      column(out), mask_head, mask_row, mask_column, factor, attention.causal, attention.nan_rows, rest);
   if (!to.cuda() && (attention.first_query != 0 || attention.states >= 0)) to.refuse("a part of an attention");
   const int64_t padded = (columns + 15) / 16 * 16, padded_values = (value_columns + 15) / 16 * 16;
   if (!to.cuda())
@@ -169,8 +169,9 @@ void emit(FunctionWriter& to, const CombineStage& combine) {
   const std::vector<std::string>& batch = nest.names();
   to.line(
       "constexpr AttentionParts s{{.queries = {}, .sums = {}, .states = {}, .out_head = {}, .out_row = {}, "
-      ".out_column = {}}};",
-      out.shape[2], sums.strides[0], states.strides[0], out.strides[1], out.strides[2], out.strides[3]);
+      ".out_column = {}, .nan_rows = {}}};",
+      out.shape[2], sums.strides[0], states.strides[0], out.strides[1], out.strides[2], out.strides[3],
+      combine.nan_rows);
   const std::string out_at = at(to.pointer(combine.out, true), batch, {out.strides[0]}),
                     states_at = at(to.pointer(combine.states, false), batch, {states.strides[1]}),
                     sums_at = at(to.pointer(combine.sums, false), batch, {sums.strides[1]});

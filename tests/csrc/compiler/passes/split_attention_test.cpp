@@ -1,7 +1,9 @@
 // Tests into which parts split_queries and split_kv cut attention, and that they compute what the node does.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "compiler/fuse/stage_case.hpp"
@@ -72,6 +74,32 @@ TEST(SplitAttention, DecodingOfPaddedSequences) {
   const Cut many = cut_of({20, 16, 8, 1, 520});
   EXPECT_EQ(many.combines, 0u);
   EXPECT_EQ(many.tasks, 20u * 8u);
+}
+
+// A row whose mask leaves no position out of several blocks is zero, or NaN as by a softmax.
+TEST(SplitAttention, RowsWithoutPositions) {
+  for (const bool nan_rows : {false, true}) {
+    GraphBuilder builder;
+    const int q = builder.input({2, 4, 1, 8}, kHalf), k = builder.input({2, 4, 600, 8}, kHalf);
+    const int none = builder.literal(-std::numeric_limits<double>::infinity(), kHalf);
+    const int first = builder.input({2, 1, 1, 1}, kHalf);
+    const int one = builder.pointwise("eq", {first, builder.literal(1, kHalf)});
+    const int mask = builder.pointwise("where", {one, none, builder.input({600}, kHalf)}, kHalf);
+    const int out = builder.into(builder.output(builder.at(q).shape, kHalf), "attention", {q, k, k, mask},
+                                 {{"scale", 0.5}, {"nan_rows", nan_rows}});
+    const auto fill = [&](Memory& memory) {
+      fill_inputs(memory, builder.graph);
+      const size_t buffer = static_cast<size_t>(builder.at(first).buffer);
+      memory.cells[buffer][0] = 1;
+    };
+    Memory memory(builder.graph);
+    fill(memory);
+    run_nodes(memory, builder.graph);
+    const auto& cells = memory.cells[static_cast<size_t>(builder.at(out).buffer)];
+    EXPECT_TRUE(nan_rows ? std::isnan(cells[0]) : cells[0] == 0);
+    EXPECT_FALSE(std::isnan(cells[cells.size() / 2]));
+    expect_same(builder.graph, fill, 3, kWorkers);
+  }
 }
 
 // A part reads all keys, also where these are its queries' value.

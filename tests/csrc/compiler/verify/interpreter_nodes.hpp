@@ -129,6 +129,7 @@ inline void run_attention(Memory& memory, const AttentionStage& body, const std:
       scores[s] = sum;
       most = std::max(most, sum);
     }
+    const double none = body.nan_rows ? std::numeric_limits<double>::quiet_NaN() : 0;  // of a row without positions
     for (double& score : scores) total += score = std::isinf(score) ? 0 : std::exp(score - most);
     const bool part = body.states >= 0;
     if (part) {
@@ -136,7 +137,7 @@ inline void run_attention(Memory& memory, const AttentionStage& body, const std:
       write_value(memory, values[body.states], {index[0], index[1], index[2], 1}, total);
     }
     for (int64_t d = 0; d < v.shape[3]; ++d) {
-      double sum = 0;
+      double sum = total == 0 && !part ? none : 0;
       for (int64_t s = 0; s < keys; ++s) {
         if (scores[s] != 0) sum += scores[s] / (part ? 1 : total) * read_value(memory, v, {cut[0], cut[1], s, d});
       }
@@ -161,7 +162,7 @@ inline void run_combine(Memory& memory, const CombineStage& body, const std::vec
       total += weight * state(p, 1);
       sum += weight * read_value(memory, sums, {p, at[0], at[1], at[2], at[3]});
     }
-    write_value(memory, out, at, total == 0 ? 0 : sum / total);
+    write_value(memory, out, at, total == 0 && !body.nan_rows ? 0 : sum / total);
   });
 }
 
@@ -237,7 +238,7 @@ inline void run_node(Memory& memory, const Graph& graph, const Node& node) {
   } else if (node.op == "attention") {
     AttentionStage body{
         node.inputs[0],  node.inputs[1],     node.inputs[2],     node.inputs.size() == 4 ? node.inputs[3] : -1,
-        node.outputs[0], node.real("scale"), node.flag("causal")};
+        node.outputs[0], node.real("scale"), node.flag("causal"), node.flag("nan_rows")};
     run_attention(memory, body, values, {});
   } else if (node.op == "gather") {
     const auto dim = static_cast<int>(node.integer("dim"));
