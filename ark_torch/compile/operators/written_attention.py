@@ -15,6 +15,7 @@ from ark_torch.compile.operators.attention_operands import before_repeat, boolea
 from ark_torch.compile.softmax_attention import Mask, SoftmaxAttention, is_permuted, is_swapped, matrices_of
 
 _FEW_ROWS = 16  # kernels for as many do not use tensor cores anyway
+_BLOCK = 64  # positions that the CPU's kernel scores at once, wanted or not: for fewer, products are faster
 
 
 def lowered(low: Lowering, product: Node, found: SoftmaxAttention) -> Operand | None:
@@ -44,6 +45,8 @@ def lowered(low: Lowering, product: Node, found: SoftmaxAttention) -> Operand | 
         ):
             k, v = repeated  # type: ignore[assignment]
     rows = lead[1] // k.shape[1] * q.shape[2]
+    if low.device.type == "cpu" and k.shape[2] < _BLOCK:
+        return None
     if q.dtype == torch.float32 and low.device.type == "cuda" and precision.tf32() and rows > _FEW_ROWS:
         return None
     inputs: list[Operand] = [low.stored(one) for one in (q, k, v)]
