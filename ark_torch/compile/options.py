@@ -83,8 +83,8 @@ class Options:
         ("skip", "exact"),
         "skip: attention passes over blocks of positions that its mask (or is_causal) leaves out, so NaN or infinity "
         "there may not reach the result, and eager PyTorch has NaN; at positions in use they always do. exact: "
-        "such attention is left to PyTorch's own kernels, and what is written as products, a mask and a softmax remains "
-        "products.",
+        "such attention is left to PyTorch's own kernels, and what is written as products, a mask and a softmax "
+        "remains products.",
     )
     differentiate_twice: bool = _option(
         "differentiate_twice",
