@@ -4,7 +4,8 @@
 // maximum score so far, the sum of exp(score - maximum) and the weighted sum of values, and rescales both when the
 // maximum grows. A block of positions that the mask excludes for all rows (false, -inf, or beyond a causal limit) is
 // skipped before its keys or values are read, so work follows the length in use. A row without any allowed position
-// gives zeros, as in PyTorch's operator, or NaN, as its softmax does. Blocks start at multiples of kKeys for any tile, so bits depend on data only.
+// gives zeros, as in PyTorch's operator, or NaN, as its softmax does. Blocks start at multiples of kKeys for any tile,
+// so bits depend on data only.
 #pragma once
 
 #include "cpu/attention_block.hpp"

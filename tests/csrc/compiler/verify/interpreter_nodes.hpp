@@ -237,7 +237,7 @@ inline void run_node(Memory& memory, const Graph& graph, const Node& node) {
     run_dequant_matmul(memory, values, coded_product(values, node), {});
   } else if (node.op == "attention") {
     AttentionStage body{
-        node.inputs[0],  node.inputs[1],     node.inputs[2],     node.inputs.size() == 4 ? node.inputs[3] : -1,
+        node.inputs[0],  node.inputs[1],     node.inputs[2],      node.inputs.size() == 4 ? node.inputs[3] : -1,
         node.outputs[0], node.real("scale"), node.flag("causal"), node.flag("nan_rows")};
     run_attention(memory, body, values, {});
   } else if (node.op == "gather") {
