@@ -236,7 +236,7 @@ def _added_product(node: Node) -> SoftmaxAttention | None:
     if scale is None or beta not in (0, 1) or out is None or not (isinstance(q, Node) and isinstance(k, Node)):
         return None
     found = SoftmaxAttention(node, q, k, k, scale)
-    if beta == 0:
+    if beta == 0 or _number(added) == 0:
         return found
     return replace(found, mask=Mask(added, tuple(out.shape))) if isinstance(added, Node) else None
 

@@ -68,6 +68,14 @@ def bloom(q: Tensor, k: Tensor, v: Tensor, alibi: Tensor) -> Tensor:
     return torch.bmm(F.softmax(scores, dim=-1), v)
 
 
+def neox(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """A product that adds zeros, then a mask."""
+    q, k = (x.reshape(BATCH * HEADS, -1, SIZE) for x in (q, k))
+    zeros = torch.zeros(BATCH * HEADS, q.shape[1], k.shape[1], dtype=q.dtype, device=q.device)
+    scores = torch.baddbmm(zeros, q, k.transpose(1, 2), beta=1.0, alpha=0.3).view(BATCH, HEADS, q.shape[1], -1)
+    return torch.matmul(F.softmax(scores + mask, -1), v)
+
+
 def lowest(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     scores = q @ k.mT
     return F.softmax(torch.where(seen, scores, torch.finfo(torch.float32).min), -1) @ v
@@ -93,6 +101,7 @@ FUSED: dict[str, tuple[Call, Callable[[], tuple[Tensor, ...]]]] = {
     "T5": (t5, lambda: (*operands(), torch.randn(1, HEADS, ROWS, POSITIONS))),
     "T5, one row": (t5, lambda: (*operands(1), torch.randn(1, HEADS, 1, POSITIONS))),
     "Bloom": (bloom, lambda: (*operands(), torch.randn(BATCH * HEADS, 1, POSITIONS))),
+    "GPT-NeoX": (neox, lambda: (*operands(), torch.randn(BATCH, 1, ROWS, POSITIONS))),
     "lowest number": (lowest, lambda: (*operands(), seen(BATCH, 1, 1, POSITIONS))),
     "operator": (by_operator, lambda: (*operands(), seen(BATCH, 1, ROWS, POSITIONS))),
 }
