@@ -91,6 +91,7 @@ class Captured:
         self._loaded: AheadOfTime | None = None
         self._complete = False  # compile_regions() has nothing left to do
         self.collectives: list[Node] = []
+        self.on_gpus_alone = False  # no tensor of the graph is elsewhere, numbers apart
         self.exchanged_rows = 0
         way: list[fast_call.Way] = []
         threads = workers.count(options.threads, device_of_inputs(example_inputs))
@@ -105,6 +106,7 @@ class Captured:
                 self._builder = cut(graph, options, report, launcher)
                 self._builder.lower()
             self.collectives = [node for node in graph.graph.nodes if _is_collective(node)]
+            self.on_gpus_alone = all(map(_is_on_gpu, graph.graph.nodes))
             self.exchanged_rows = max(map(_exchanged_rows, graph.graph.nodes), default=0)
             way.append(fast_call.Way(inputs))
             if ahead:
@@ -351,6 +353,11 @@ def cut(graph_module: GraphModule, options: Options, report: GraphReport, launch
     if len(pieces) > 1:
         whole = None
     return Builder(graph_module, pieces, given, mutated, options, report, launcher, device, whole)
+
+
+def _is_on_gpu(node: Node) -> bool:
+    tensor = analysis.tensor_of(node)
+    return tensor is None or tensor.is_cuda or tensor.dim() == 0
 
 
 def _foretold(graph_module: GraphModule, target: str) -> list[str]:

@@ -33,6 +33,8 @@ _TURN_S, _MOST_CALLS, _FEWEST_CALLS = 0.01, 100, 4
 _SETTLE_S = 0.02  # until the previous contestant's OpenMP threads sleep
 _SLOW_S = 0.1  # slower calls are repeated less often
 _SPENT_S = 10.0  # limit for all counted calls; then the contest ends with what it knows
+_LIVE_S = 2.0  # the same for replays that a call of a running program waits for
+_COPIED = 0.25  # of a GPU's free memory, for copies of what such a call writes
 _HOPELESS = (3.0, 1.3)  # times the best time after one round, and after more: one turn may be bad luck
 _SURE = 1.1  # a contestant's median turn over its best one: more is noise
 _FOREIGN = 0.15  # cores that other programs may use
@@ -76,8 +78,14 @@ class Load:
 class Contest:
     """`choice` is set once decided. call() serves a call with the contestant whose turn it is."""
 
-    def __init__(self, contestants: Mapping[str, Contestant], on_gpu: bool = False, agree: Agree = list) -> None:
-        self._contestants, self._on_gpu, self._agree = dict(contestants), on_gpu, agree
+    def __init__(
+        self,
+        contestants: Mapping[str, Contestant],
+        on_gpu: bool = False,
+        agree: Agree = list,
+        limit_s: float = _SPENT_S,
+    ) -> None:
+        self._contestants, self._on_gpu, self._agree, self._limit_s = dict(contestants), on_gpu, agree, limit_s
         self.choice: Choice | None = None
         self._spent = 0.0
         self._turns = self._schedule()
@@ -123,7 +131,7 @@ class Contest:
             if attempt:
                 yield PAUSE
             decided = yield from self._attempt()
-            if not decided.busy or self._spent > _SPENT_S:
+            if not decided.busy or self._spent > self._limit_s:
                 break
         assert decided is not None
         return decided
@@ -140,7 +148,7 @@ class Contest:
             left = [name for name in left if min(times[name]) <= best * _HOPELESS[number > 0]]
             if number + 1 >= (_ROUNDS if best < _SLOW_S else 2):
                 sure = self._rounds_agree(times, left)
-                if sure or self._spent > _SPENT_S:
+                if sure or self._spent > self._limit_s:
                     break
         us = {name: round(min(measured) * 1e6, 2) for name, measured in times.items()}
         busy = not sure or self._agree([load.is_in_the_way(torch.get_num_threads())])[0] > 0
@@ -190,10 +198,15 @@ def rehearse_replays(
     chosen: Choice, contestants: Mapping[str, Contestant], arguments: Sequence[Any], written: Sequence[int]
 ) -> Choice:
     """Holds the contest of replays alone, for a choice that calls have made: a CUDA graph has no host between kernels,
-    so that another contestant may win in it. Where that fails, as without memory for copies, the choice remains."""
+    so that another contestant may win in it. Where that fails or takes too much memory, the choice remains."""
+    copied = [arguments[i] for i in written if isinstance(arguments[i], torch.Tensor)]
     try:
+        if any(x.is_cuda for x in copied):
+            free, _ = torch.cuda.mem_get_info()
+            if sum(x.numel() * x.element_size() for x in copied) > free * _COPIED:
+                raise MemoryError("copies of what the call writes would take much of the GPU's free memory")
         with torch.random.fork_rng(_gpus(arguments)):
-            return _with_replays(chosen, contestants, _Copies(arguments, written), list)
+            return _with_replays(chosen, contestants, _Copies(arguments, written), list, _LIVE_S)
     except Exception as error:  # many types; the call itself reports better what is wrong with its arguments
         log.info("replays of CUDA graphs were not measured: %s", error)
         return chosen
@@ -203,11 +216,17 @@ def _gpus(arguments: Sequence[Any]) -> list[int]:
     return list({x.device.index for x in arguments if isinstance(x, torch.Tensor) and x.is_cuda})
 
 
-def _with_replays(chosen: Choice, contestants: Mapping[str, Contestant], copies: _Copies, agree: Agree) -> Choice:
+def _with_replays(
+    chosen: Choice,
+    contestants: Mapping[str, Contestant],
+    copies: _Copies,
+    agree: Agree,
+    limit_s: float = _SPENT_S,
+) -> Choice:
     graphs = _graphs(contestants, copies.given, agree)
     if len(graphs) < 2:
         return chosen
-    replayed = _held(Contest(graphs, True, agree), copies, ())
+    replayed = _held(Contest(graphs, True, agree, limit_s), copies, ())
     return replace(chosen, busy=chosen.busy or replayed.busy, replays_on=replayed.runs_on, replay_us=replayed.us)
 
 
@@ -248,15 +267,28 @@ def _graphs(contestants: Mapping[str, Contestant], arguments: Sequence[Any], agr
     """Each contestant as the replay of a CUDA graph of one call, without those that a rank cannot capture. Meanwhile
     other threads may call what capture forbids."""
     made: dict[str, Contestant] = {}
+    stream = torch.cuda.current_stream()
     for name, run in contestants.items():
-        graph = torch.cuda.CUDAGraph()
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         failed = False
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 run(*arguments)
         except RuntimeError as error:
             log.debug("%s cannot be captured in a CUDA graph: %s", name, error)
             failed = True
+            torch.cuda.set_stream(stream)  # a capture that does not end leaves its own behind
+            _abandon(pool)
         if agree([failed]) == [0.0]:
             made[name] = graph.replay
     return made
+
+
+def _abandon(pool: Any) -> None:
+    """Ends allocations into the pool of a capture that did not end: else the allocator takes it to go on for good."""
+    try:
+        device = torch.cuda.current_device()
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
+    except (AttributeError, RuntimeError) as error:  # it did end
+        log.debug("nothing to end: %s", error)

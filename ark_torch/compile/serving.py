@@ -2,7 +2,8 @@
 
 Serving: Inductor's function serves from the first call on. From the second call on ark's regions are compiled on
 another thread. Then the contestants serve some calls in turns, each timed, and the fastest one serves all others. On a
-GPU the next call first times replays of CUDA graphs, on copies of its arguments, for graphs that capture later calls.
+GPU the next call first times replays of CUDA graphs, on copies of its arguments, for graphs that capture later calls;
+not of graphs with tensors elsewhere, as copies from there cannot be captured.
 Everything happens between two calls, on the calling thread, and never during CUDA graph capture. Concurrent calls from
 other threads are served by Inductor until then, and disturb the measurements.
 
@@ -134,6 +135,7 @@ class Serving(_Served):
         self._job: background.Job | None = background.Job(captured.compile_regions, title)
         self._inductor = self._contestants["inductor"]
         self._contest: Contest | None = None
+        self._replays = on_gpu and captured.on_gpus_alone  # whether replays of CUDA graphs can be measured
         self._written: Sequence[int] = ()  # positions of the arguments that the graph writes
         self._resumes = 0.0
         self._disturbed, self._spoilt = False, 0
@@ -184,16 +186,20 @@ class Serving(_Served):
                 self.run = self._contested
 
     def _contested(self, *arguments: Any) -> Any:
-        if self._captures():
-            _warn_of_capture(self._title)
-            return self._inductor(*arguments)
+        captures = self._captures()
         if not self._lock.acquire(blocking=False):
             self._disturbed = True
             return self._inductor(*arguments)
         try:
             contest = self._contest
+            if captures and (contest is None or contest.choice is None):
+                _warn_of_capture(self._title)
+                return self._inductor(*arguments)
             if contest is None or background.active():
                 return self._inductor(*arguments)
+            if contest.choice is not None and captures:
+                self._decided(contest.choice)
+                return self.run(*arguments)
             if contest.choice is not None:
                 self._decided(rehearse_replays(contest.choice, self._contestants, arguments, self._written))
                 return self.run(*arguments)
@@ -208,7 +214,7 @@ class Serving(_Served):
                 if self._spoilt > _MOST_SPOILT:
                     log.info("%s stays on Inductor: several threads call it, and no call can be timed", self._title)
                     self._stay()
-            elif contest.choice is not None and not self._on_gpu:
+            elif contest.choice is not None and not self._replays:
                 self._decided(contest.choice)
             elif contest.turn == PAUSE:
                 self._resumes = time.monotonic() + _PAUSE_S

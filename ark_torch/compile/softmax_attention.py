@@ -52,6 +52,7 @@ class SoftmaxAttention:
     mask: Mask | None = None
     nan_rows: bool = True
     swapped: bool = True
+    by_operator: bool = False  # of scaled_dot_product_attention: before_widening() may find other operands
 
 
 def attention_of(product: Node) -> SoftmaxAttention | None:
@@ -84,11 +85,12 @@ def _match(product: Node) -> SoftmaxAttention | None:
         return None
     if not q.dtype == k.dtype == values.dtype == out.dtype or q.dtype not in _TYPES:
         return None
-    if values.shape[-1] != q.shape[-1] or q.shape[-1] > LARGEST_HEAD or k.shape[-1] != values.shape[-2]:
+    (count, rows, size), positions = q.shape, k.shape[-1]
+    shapes = [(count, size, positions), (count, positions, size), (count, rows, size)]
+    if size > LARGEST_HEAD or [tuple(x.shape) for x in (k, values, out)] != shapes:  # a mask may add rows
         return None
     assert isinstance(v, Node)
-    found = replace(found, v=v)
-    return _before_widening(found) if _by_operator(product) else found
+    return replace(found, v=v, by_operator=_by_operator(product))
 
 
 def _by_operator(product: Node) -> bool:
@@ -97,19 +99,21 @@ def _by_operator(product: Node) -> bool:
     return made_by[-1][1] is F.scaled_dot_product_attention
 
 
-def _before_widening(found: SoftmaxAttention) -> SoftmaxAttention:
+def before_widening(found: SoftmaxAttention, member: Callable[[Node], bool]) -> SoftmaxAttention:
     """The same of the half types that PyTorch made float32 for lack of a kernel, which other kernels multiply as they
-    are. q and k are scaled then."""
+    are. q and k are scaled then. `member`: whether an operator may be passed over."""
+    if not found.by_operator:
+        return found
     narrow, scale = [], found.scale
     for operand, swaps in ((found.q, False), (found.k, True), (found.v, False)):
-        wide = matrices_of(operand)
-        if wide.target is aten.mul.Scalar and (factor := _number(wide.args[1])) is not None:
+        wide = matrices_of(operand, member)
+        if wide.target is aten.mul.Scalar and member(wide) and (factor := _number(wide.args[1])) is not None:
             wide, scale = wide.args[0], scale * factor  # type: ignore[assignment]
         if swaps:
             if not is_swapped(wide):
                 return found
             wide = wide.args[0]  # type: ignore[assignment]
-        if wide.target not in _CONVERSIONS or not isinstance(wide.args[0], Node):
+        if wide.target not in _CONVERSIONS or not member(wide) or not isinstance(wide.args[0], Node):
             return found
         narrow.append(wide.args[0])
     types = {given.dtype if (given := _tensor(one)) is not None else None for one in narrow}
@@ -203,9 +207,15 @@ def _number(argument: object) -> float | None:
         return None
     while argument.target is aten.expand.default and isinstance(argument.args[0], Node):
         argument = argument.args[0]
-    if argument.target in (aten.full.default, aten.full_like.default):
-        return _number(argument.args[1])
-    return _number(argument.args[0]) if argument.target is aten.scalar_tensor.default else None
+    full = argument.target in (aten.full.default, aten.full_like.default)
+    number = _number(argument.args[1 if full else 0]) if full or argument.target is aten.scalar_tensor.default else None
+    return None if number is None else _rounded(number, argument)
+
+
+def _rounded(number: float, node: Node) -> float | None:
+    """The number as the node's type has it."""
+    given = _tensor(node)
+    return None if given is None else float(torch.tensor(number, dtype=torch.float64).to(given.dtype))
 
 
 def _scores(node: Node) -> SoftmaxAttention | None:
@@ -215,7 +225,10 @@ def _scores(node: Node) -> SoftmaxAttention | None:
         return step(node)
     if not _passes(node):
         return None
-    return _before(node.args[0], node)
+    found, before, after = _before(node.args[0], node), _tensor(node.args[0]), _tensor(node)
+    assert before is not None and after is not None
+    narrows = after.dtype.itemsize < before.dtype.itemsize  # the lowest numbers become -inf, and rows of them NaN
+    return None if found is not None and found.mask is not None and narrows else found
 
 
 def _before(argument: object, reader: Node) -> SoftmaxAttention | None:
@@ -278,6 +291,7 @@ def _chosen(node: Node) -> SoftmaxAttention | None:
         return None
     for scores, other, kept in ((first, second, True), (second, first, False)):
         fill = _number(other)
+        fill = None if fill is None else _rounded(fill, node)
         if fill is not None and fill <= _LOW:
             return _masked(node, scores, Mask(condition, tuple(out.shape), fill, kept))
     return None
@@ -320,15 +334,17 @@ def is_permuted(node: Node, order: list[int]) -> bool:
     return found == order
 
 
-def matrices_of(node: Node) -> Node:
+def matrices_of(node: Node, member: Callable[[Node], bool]) -> Node:
     """The tensor of four dimensions whose matrices a product's operand is views or copies of; the operand itself if
-    there is none."""
+    there is none. `member`: whether a copy may be passed over. What another region copies may be written since."""
     found = node
     while node.args and isinstance(node.args[0], Node):
         before, after = _tensor(node.args[0]), _tensor(node)
         if before is None or after is None or before.numel() != after.numel() or before.dtype != after.dtype:
             break
         if not _keeps_matrices(node, before, after) or before.dim() not in (3, 4):
+            break
+        if node.target is aten.clone.default and not member(node):
             break
         node = node.args[0]
         if before.dim() == 4:

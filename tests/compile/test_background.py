@@ -248,9 +248,8 @@ def test_replays_are_measured_before_the_next_call(monkeypatch: pytest.MonkeyPat
     told: list[choice.Choice] = []
     served: Any = object.__new__(serving.Serving)
     serving._Served.__init__(served, "graph", ways, "name", told.append, True)
-    served._inductor, served._written = ways["inductor"], [0]
+    served._inductor, served._written, served._replays = ways["inductor"], [0], True
     served._contest = contest.Contest(ways)
-    served._contest.choice = choice.Choice("ark", {"ark": 1.0, "inductor": 2.0})
     served.run = served._contested
     measured: list[Any] = []
 
@@ -263,11 +262,25 @@ def test_replays_are_measured_before_the_next_call(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures[0])
     call = served.function()
     assert call(1) == -1 and not told  # nothing can be measured in a capture
+    served._contest.choice = choice.Choice("ark", {"ark": 1.0, "inductor": 2.0})
     captures[0] = False
     assert call(2) == 2 and measured == [("ark", ways, (2,), [0])]
     assert [one.parts for one in told] == [("ark", "inductor")] and choice.recall("name") == told[0]
     captures[0] = True
     assert call(3) == -3 and len(measured) == 1
+
+
+def test_a_capture_before_replays_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes what calls have chosen."""
+    ways: Any = {"inductor": lambda x: -x, "ark": lambda x: x}
+    told: list[choice.Choice] = []
+    served: Any = object.__new__(serving.Serving)
+    serving._Served.__init__(served, "graph", ways, "name", told.append, True)
+    served._inductor, served._contest = ways["inductor"], contest.Contest(ways)
+    served._contest.choice = choice.Choice("ark", {"ark": 1.0, "inductor": 2.0})
+    served.run = served._contested
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert served.function()(1) == 1 and [one.parts for one in told] == [("ark",)]
 
 
 def test_replays_that_cannot_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,3 +226,84 @@ def test_a_cache_that_is_written_between(compiled: Any) -> None:
             want = call(q.double(), k, v, wide, position, new.double())
             assert torch.allclose(got.double(), want, atol=1e-4) and torch.equal(mine.double(), wide)
         assert ("attention" in kinds(report)) == (call is after), kinds(report)
+
+
+def same(call: Call, compiled: Any, *given: Tensor, **options: Any) -> Any:
+    """Compares with eager float32, and what is written in place, too; returns the report."""
+    ours, report = compiled(call, dynamic=False, minimum=1, **options)
+    for _ in range(2):
+        mine, theirs = ([x.clone() for x in given] for _ in range(2))
+        with torch.no_grad():
+            got, want = ours(*mine), call(*theirs)
+        pairs = list(zip(got, want, strict=True)) if isinstance(got, tuple) else [(got, want)]
+        for one, other in [*pairs, *zip(mine, theirs, strict=True)]:
+            assert torch.allclose(one, other, atol=1e-4, rtol=1e-4, equal_nan=True)
+    return report
+
+
+def test_operands_that_another_piece_copies(compiled: Any) -> None:
+    """Inductor's fft stands between the copy of the queries and their product, and the cache is written behind it."""
+
+    def written(c: Tensor, x: Tensor, w: Tensor, v: Tensor, new: Tensor) -> Tensor:
+        q = c.transpose(1, 2)
+        k = (torch.fft.fft(x @ w).real.contiguous() + x).view(2, 70, 4, 16).transpose(1, 2)
+        weights = torch.softmax(torch.matmul(q, k.transpose(-1, -2)) * 0.25, -1)
+        result = torch.matmul(weights, v).transpose(1, 2).reshape(2, 70, 64)
+        c.copy_(torch.tanh(new) * 2)
+        return result
+
+    def made(c: Tensor, x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        q = (x @ w + c.reshape(2, 70, 64)).view(2, 70, 4, 16).transpose(1, 2)
+        k = (torch.fft.fft(x @ w).real.contiguous() + x).view(2, 70, 4, 16).transpose(1, 2)
+        weights = torch.softmax(torch.matmul(q, k.transpose(-1, -2)) * 0.25, -1)
+        return torch.matmul(weights, v).transpose(1, 2).reshape(2, 70, 64)
+
+    c, x, w, v = torch.randn(2, 70, 4, 16), torch.randn(2, 70, 64), torch.randn(64, 64) / 8, torch.randn(2, 4, 70, 16)
+    for call, given in ((written, (c, x, w, v, torch.randn(2, 70, 4, 16))), (made, (c, x, w, v))):
+        report = same(call, compiled, *given)
+        assert report.regions and not any(graph.whole for graph in report.graphs)
+
+
+def test_readers_of_the_result_that_look_like_a_view(compiled: Any) -> None:
+    """The result is written in another order only for a view of the same elements."""
+    q, k, v = (torch.randn(4, 70, 16) for _ in range(3))
+
+    def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.bmm(torch.softmax(torch.bmm(q, k.transpose(1, 2)) * 0.2, -1), v)
+
+    x = torch.randn(1, 4, 70, 16)
+    for behind in (
+        lambda p, x: (x + p).permute(0, 2, 1, 3).contiguous() * 2,
+        lambda p, x: torch.where(x > 0, p, x).transpose(1, 2).contiguous(),
+        lambda p, x: p.as_strided((1, 4, 70, 16), (0, 70 * 16, 1, 70)).permute(0, 2, 1, 3).contiguous(),
+        lambda p, x: p.split(2)[1].clone(),
+        lambda p, x: torch.max(p, -1).values.clone(),
+        lambda p, x: p.view(x.shape).permute(0, 2, 1, 3).contiguous(),
+    ):
+        report = same(lambda q, k, v, x, behind=behind: behind(attended(q, k, v), x), compiled, q, k, v, x)
+        assert "attention" in kinds(report) and not any(graph.whole for graph in report.graphs)
+
+
+def test_a_mask_that_adds_rows(compiled: Any) -> None:
+    """The queries have one row, the scores as many as the mask."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return torch.bmm(torch.softmax(torch.bmm(q, k.transpose(1, 2)) + mask, -1), v)
+
+    given = torch.randn(3, 1, 16), torch.randn(3, 70, 16), torch.randn(3, 70, 16), torch.randn(64, 70)
+    assert "attention" not in kinds(same(call, compiled, *given, fallback=False))
+
+
+@pytest.mark.parametrize("dtype, fill", [(torch.float16, -1e30), (torch.bfloat16, torch.finfo(torch.float32).min)])
+def test_a_fill_that_is_infinite_in_its_type(dtype: torch.dtype, fill: float, compiled: Any) -> None:
+    mask = seen(BATCH, 1, 1, POSITIONS)
+    mask[0] = False
+
+    def call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return F.softmax(torch.where(mask, q @ k.mT, fill), -1) @ v
+
+    q, k, v = (x.to(dtype) for x in operands())
+    ours, _ = compiled(call, dynamic=False, minimum=1, fallback=False)
+    with torch.no_grad():
+        got, want = ours(q, k, v, mask), call(q, k, v, mask)
+    assert want[0].isnan().all() and torch.equal(got.isnan(), want.isnan())

@@ -12,8 +12,16 @@ from ark_torch.compile.analysis import aten
 from ark_torch.compile.ir import Literal, Operand, Strided
 from ark_torch.compile.lowering import Lowering
 from ark_torch.compile.operators.attention_operands import before_repeat, boolean_mask, written_between
-from ark_torch.compile.softmax_attention import Mask, SoftmaxAttention, is_permuted, is_swapped, matrices_of
+from ark_torch.compile.softmax_attention import (
+    Mask,
+    SoftmaxAttention,
+    before_widening,
+    is_permuted,
+    is_swapped,
+    matrices_of,
+)
 
+_SPLITS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)  # of the dimension of matrices
 _FEW_ROWS = 16  # kernels for as many do not use tensor cores anyway
 _BLOCK = 64  # positions that the CPU's kernel scores at once, wanted or not: for fewer, products are faster
 
@@ -22,7 +30,8 @@ def lowered(low: Lowering, product: Node, found: SoftmaxAttention) -> Operand | 
     """The product's result; None if the operator would not compute it, or more slowly."""
     if not low.is_member(found.scores):
         return None
-    q_from, k_from, v_from = (matrices_of(one) for one in (found.q, found.k, found.v))
+    found = before_widening(found, low.is_member)
+    q_from, k_from, v_from = (matrices_of(one, low.is_member) for one in (found.q, found.k, found.v))
     read = [q_from, k_from, v_from] + ([] if found.mask is None else [found.mask.node])
     if any(written_between(analysis.root_of(one), one, product) for one in read):
         return None
@@ -68,9 +77,11 @@ def _rows_first(low: Lowering, product: Node, shape: tuple[int, ...]) -> Node | 
     """The result's only view, if all that is read of it is a copy in the order batch, rows, heads: written in that
     order, it needs no copy."""
     view = _only_reader(product)
+    if view is None or view.target not in _SPLITS:
+        return None
     permuted = _only_reader(view)
     copy = _only_reader(permuted)
-    if view is None or permuted is None or copy is None or copy.target is not aten.clone.default:
+    if permuted is None or copy is None or copy.target is not aten.clone.default:
         return None
     ordered = tuple(view.meta["val"].shape) == shape and is_permuted(permuted, [0, 2, 1, 3])
     return view if ordered and low.belongs(copy) and copy.meta["val"].is_contiguous() else None
