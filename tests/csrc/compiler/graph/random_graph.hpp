@@ -191,7 +191,8 @@ class RandomGraph : public RandomValues {
     const int out = builder_.temporary({batch, heads * group, queries, 3});
     std::vector<int> operands = {q, k, v};
     if (chance(50)) operands.push_back(builder_.input({queries, keys}));
-    add(builder_.into(out, "attention", operands, {{"scale", 0.5}, {"causal", chance(30) && keys >= queries}}));
+    const bool causal = chance(30) && keys >= queries;
+    add(builder_.into(out, "attention", operands, {{"scale", 0.5}, {"causal", causal}, {"nan_rows", group == 2}}));
   }
 };
 
